@@ -1,0 +1,284 @@
+"""From checkpoint to bundle: one pass over the layers, each written, run and compared before the next is read."""
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eexport.export.blocks import plan_blocks, plan_stages
+from eexport.export.bundle import bundle_folder, file_infos
+from eexport.export.dialect import Dialect, DialectName, Precision
+from eexport.export.dialect_ort import OrtDialect
+from eexport.export.dialect_standard import StandardDialect
+from eexport.export.graph import WeightFile
+from eexport.export.quantize import BLOCK
+from eexport.export.stages import BlockGraph, embed_graph, head_graph
+from eexport.models.checkpoint import Checkpoint
+from eexport.models.decoder import DecoderLayer, LayerKV, rms_norm, rope_tables
+from eexport.models.spec import ModelSpec
+from eexport.runtime.backend import Array
+from eexport.runtime.backend_ort import OrtBackend
+from eexport.runtime.errors import BundleError, EexportError
+from eexport.runtime.manifest import (
+    MANIFEST_NAME,
+    KVInfo,
+    Manifest,
+    ModelInfo,
+    PrecisionInfo,
+    StageSpec,
+    TextInfo,
+)
+from eexport.runtime.text import TextCodec
+from eexport.runtime.verify import TOP, Parity, Reference, StageRunner, compare, compare_logits, failure
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
+DIALECTS: tuple[DialectName, ...] = ("ort", "standard")
+
+# The worst row of a stage fed with the reference's input must come this close. A wrong graph is far below all of them.
+_LEAST_COSINE = {"fp32": 0.99999, "fp16": 0.999, "int8": 0.99, "int4": 0.9}
+_BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.65}
+
+_PROBE_TEXT = (
+    "The harbour was quiet before dawn. Three boats had come in with 1,240 kg of herring, and the crews were asleep.\n"
+    'def total(items: list[dict]) -> float:\n    return sum(item["price"] * item["count"] for item in items)\n'
+    '{"name": "Ærø", "boats": [1, 2, 3], "open": true}\n'
+)
+_PROBE_ROWS = 64
+
+
+class BuildError(EexportError):
+    """The options do not fit the model, or the result is not what the reference computes."""
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build. ``blocks`` is described at ``blocks.plan_blocks``."""
+
+    precision: Precision = "int4"
+    dialect: DialectName = "ort"
+    blocks: str = "auto"
+    vocab_precision: Precision | None = None
+    force: bool = False
+
+
+def build(
+    checkpoint: Checkpoint, out: Path, options: BuildOptions, progress: Callable[[str, int, int], None] = lambda *_: None
+) -> Manifest:
+    """Write the bundle of ``checkpoint`` to ``out``; ``progress(what, done, total)`` is called after each step.
+
+    Raises:
+        BuildError: Options that do not fit, or parity that fails; nothing is left behind.
+        BundleError: ``out`` cannot be written.
+    """
+    spec = checkpoint.spec
+    dialect = _dialect(options)
+    _check_divisible(spec, dialect)
+    stages = plan_stages(spec, plan_blocks(spec.num_layers, options.blocks), dialect.activations)
+    with bundle_folder(out, force=options.force, needed_bytes=_estimated_bytes(spec, options, dialect)) as folder:
+        run = _Build(checkpoint, dialect, options, stages, folder, progress)
+        manifest = run.write()
+        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+class _Build:
+    """One build: the reference's hidden states go down the layers beside the graphs being written."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dialect: Dialect,
+        options: BuildOptions,
+        stages: Sequence[StageSpec],
+        folder: Path,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self._checkpoint, self._spec, self._weights = checkpoint, checkpoint.spec, checkpoint.weights
+        self._dialect, self._options, self._stages, self._folder = dialect, options, stages, folder
+        self._progress = progress
+        self._model = _model_info(checkpoint)
+        self._least_cosine = min(_LEAST_COSINE[options.precision], _LEAST_COSINE[dialect.vocab_precision])
+        self._runner = StageRunner(OrtBackend(), folder, self._model, dialect.activations)
+        self._parity: list[Parity] = []
+        self._steps = self._spec.num_layers + 2
+        self._done = 0
+
+    def write(self) -> Manifest:
+        text = self._write_text()
+        ids = np.array(self._probe_ids())
+        embed, *blocks, head = self._stages
+        hidden = self._write_embed(embed, ids)
+        boundaries, chained = [hidden.numpy()[0]], self._runner.run(embed, ids)
+        self._accept(compare(embed.name, chained, boundaries[0]))
+        cos, sin = rope_tables(self._spec.rope, torch.arange(len(ids))[None])
+        for block in blocks:
+            hidden = self._write_block(block, hidden, cos, sin)
+            boundaries.append(hidden.numpy()[0])
+            self._accept(compare(block.name, self._runner.run(block, boundaries[-2]), boundaries[-1]))
+            chained = self._runner.run(block, chained)
+        reference = self._write_head(head, hidden, ids, np.stack(boundaries))
+        self._accept(compare_logits(head.name, self._runner.run(head, boundaries[-1]), reference))
+        self._accept(compare_logits("chain", self._runner.run(head, chained), reference), least_cosine=-1.0)
+        reference.save(self._folder)
+        return self._manifest(text)
+
+    def _write_embed(self, stage: StageSpec, ids: Array) -> Tensor:
+        """Write the table, and the head's with it; the reference's hidden states [1, T, D] of ``ids``."""
+        table = torch.from_numpy(self._weights.read("model.embed_tokens.weight"))
+        hidden = table[torch.from_numpy(ids)][None].clone()
+        tied = self._spec.tie_word_embeddings
+        file = WeightFile(self._folder / ("vocab.bin" if tied else "embed.bin"))
+        stored = self._dialect.store_table(file, "vocab" if tied else "embed", table)
+        del table
+        if not tied:
+            file.close()
+            file = WeightFile(self._folder / "head.bin")
+            self._head_table = self._dialect.store_table(file, "head", torch.from_numpy(self._weights.read("lm_head.weight")))
+        else:
+            self._head_table = stored
+        norm = torch.from_numpy(self._weights.read("model.norm.weight"))
+        self._head_norm = self._dialect.store_vector(file, "/norm.weight", norm)
+        file.close()
+        embed_graph(stage, self._dialect, stored, self._folder)
+        self._step("embedding")
+        return hidden
+
+    def _write_block(self, stage: StageSpec, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Write one block, a layer in memory at a time; the reference's hidden states after it."""
+        graph = BlockGraph(self._spec, stage, self._dialect, self._folder)
+        for index in range(*stage.layers):
+            layer = DecoderLayer(self._spec, index, self._weights)
+            hidden = layer(hidden, cos, sin, LayerKV())
+            graph.add_layer(index, layer.tensors)
+            self._step(f"layer {index}")
+        graph.save()
+        return hidden
+
+    def _write_head(self, stage: StageSpec, hidden: Tensor, ids: Array, boundaries: Array) -> Reference:
+        head_graph(self._spec, stage, self._dialect, self._head_table, self._head_norm, self._folder)
+        norm = torch.from_numpy(self._weights.read("model.norm.weight"))
+        name = "model.embed_tokens.weight" if self._spec.tie_word_embeddings else "lm_head.weight"
+        table = torch.from_numpy(self._weights.read(name))
+        logits = rms_norm(hidden, norm, self._spec.rms_norm_eps)[0] @ table.t()
+        top = logits.topk(min(TOP, logits.shape[-1]))
+        self._step("head")
+        return Reference(ids, boundaries, top.indices.numpy(), top.values.numpy())
+
+    def _write_text(self) -> TextInfo:
+        files = self._checkpoint.tokenizer
+        (self._folder / "tokenizer.json").write_text(files.tokenizer_json, encoding="utf-8")
+        if files.chat_template is not None:
+            (self._folder / "chat_template.jinja").write_text(files.chat_template, encoding="utf-8")
+        template = None if files.chat_template is None else "chat_template.jinja"
+        return TextInfo("tokenizer.json", template, files.special)
+
+    def _probe_ids(self) -> list[int]:
+        codec = TextCodec.load(self._folder, chat_template=None, special={})
+        ids = [i for i in codec.encode(_PROBE_TEXT) if i < self._spec.vocab_size]
+        return ids[: min(_PROBE_ROWS, self._spec.context_length)] or [0]
+
+    def _accept(self, parity: Parity, least_cosine: float | None = None) -> None:
+        """Record a stage's figures. Raises BuildError when they are not good enough."""
+        self._parity.append(parity)
+        problem = failure(parity, self._least_cosine if least_cosine is None else least_cosine)
+        if problem is None:
+            return
+        mend = "try --precision fp32" if self._options.precision != "fp32" else "please report it with the checkpoint's config"
+        raise BuildError(f"parity failed at {self._options.precision}: {problem}; nothing was kept, {mend}")
+
+    def _step(self, what: str) -> None:
+        self._done += 1
+        self._progress(what, self._done, self._steps)
+
+    def _manifest(self, text: TextInfo) -> Manifest:
+        options, dialect = self._options, self._dialect
+        quantized = {options.precision, dialect.vocab_precision} & {"int8", "int4"}
+        return Manifest(
+            dialect=options.dialect,
+            model=self._model,
+            precision=PrecisionInfo(
+                options.precision,
+                dialect.vocab_precision,
+                dialect.activations,
+                BLOCK if quantized else None,
+                dialect.matmul_activations,
+            ),
+            kv=KVInfo(dialect.activations, "[B, KvH, C, Hd]", "verify"),
+            stages=tuple(self._stages),
+            exits=(),
+            text=text,
+            sampling={name: float(value) for name, value in self._checkpoint.sampling.items()},
+            parity={"rows": _PROBE_ROWS, "least_cosine": self._least_cosine, "stages": [asdict(p) for p in self._parity]},
+            built_with=_built_with(self._checkpoint, options),
+            files=file_infos(self._folder),
+        )
+
+
+def _dialect(options: BuildOptions) -> Dialect:
+    if options.precision not in PRECISIONS:
+        raise BuildError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
+    if options.dialect == "ort":
+        return OrtDialect(options.precision, options.vocab_precision or options.precision)
+    if options.dialect != "standard":
+        raise BuildError(f"--dialect {options.dialect}: give one of {', '.join(DIALECTS)}")
+    if options.vocab_precision is not None:
+        raise BuildError("--vocab-precision is for the ort dialect: the standard one decides it by --precision")
+    return StandardDialect(options.precision)
+
+
+def _check_divisible(spec: ModelSpec, dialect: Dialect) -> None:
+    if not {dialect.vocab_precision, dialect.matmul_activations} & {"int8", "int4"}:
+        return
+    widths = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
+    widths["heads * head_dim"] = spec.num_heads * spec.head_dim
+    for name, width in widths.items():
+        if width % BLOCK:
+            raise BuildError(f"{name} is {width}, not a multiple of {BLOCK}, which int8 and int4 need: use --precision fp16")
+
+
+def _estimated_bytes(spec: ModelSpec, options: BuildOptions, dialect: Dialect) -> int:
+    total = 0.0
+    for name, shape in spec.tensor_shapes().items():
+        vocab = name in ("model.embed_tokens.weight", "lm_head.weight")
+        precision = dialect.vocab_precision if vocab else options.precision
+        total += float(np.prod(shape)) * _BYTES_PER_WEIGHT[precision]
+    return int(total * 1.02) + (16 << 20)
+
+
+def _model_info(checkpoint: Checkpoint) -> ModelInfo:
+    spec = checkpoint.spec
+    return ModelInfo(
+        name=checkpoint.source["name"],
+        architecture=spec.architecture,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        rope_type=spec.rope.rope_type,
+        rope_inv_freq=spec.rope.inv_freq,
+        rope_attention_factor=spec.rope.attention_factor,
+        bos_token_id=spec.bos_token_id,
+        eos_token_ids=spec.eos_token_ids,
+    )
+
+
+def _built_with(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, Any]:
+    packages = ("eexport", "torch", "onnx", "onnxruntime", "numpy", "tokenizers")
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "checkpoint": checkpoint.source,
+        "options": asdict(options),
+    }

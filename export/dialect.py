@@ -1,0 +1,68 @@
+"""What differs between the two ways of writing the same decoder.
+
+``ort`` uses ONNX Runtime's own operators for speed on CPUs, ``standard`` only what ONNX opset 24 defines, which both
+ONNX Runtime and TensorRT read.
+"""
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from eexport.export.graph import Graph, Stored, WeightFile
+
+DialectName = Literal["ort", "standard"]
+Precision = Literal["fp32", "fp16", "int8", "int4"]
+
+
+class Dialect(Protocol):
+    """Stores weights in the form its nodes want, and writes the nodes."""
+
+    name: DialectName
+    activations: str
+    """dtype of everything that flows between nodes and stages."""
+    vocab_precision: Precision
+    """precision of embedding and head."""
+    matmul_activations: str
+    """dtype that a matrix product sees its activations in, recorded because it decides tokens."""
+
+    def store_vector(self, file: WeightFile, name: str, vector: Tensor) -> Stored:
+        """Store a norm's scale or a bias."""
+        ...
+
+    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+        """Store a matrix [N, K] of a block."""
+        ...
+
+    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+        """Store an embedding or head [V, D], in a form that serves as both."""
+        ...
+
+    def linear(self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None) -> str:
+        """``source`` [B, T, K] times the transposed matrix, plus the bias."""
+        ...
+
+    def norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
+        """RMSNorm over the last axis."""
+        ...
+
+    def add_norm(
+        self, graph: Graph, name: str, residual: str, delta: str, scale: Stored, eps: float, exposed: str | None
+    ) -> tuple[str, str]:
+        """The sum of both, called ``exposed`` if that is given, and its RMSNorm."""
+        ...
+
+    def attention(self, graph: Graph, name: str, query: str, key: str, value: str, mask: str, scale: float) -> str:
+        """Attention of folded queries [B, KvH, G·T, Hd] over whole caches [B, KvH, C, Hd], mask added to the scores."""
+        ...
+
+    def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
+        """silu(gate) * up, from both halves in one tensor [B, T, 2·inner]."""
+        ...
+
+    def embed(self, graph: Graph, table: tuple[Stored, ...], width: int) -> None:
+        """Nodes from ``token_ids`` to ``hidden``."""
+        ...
+
+    def head(self, graph: Graph, source: str, table: tuple[Stored, ...]) -> None:
+        """Nodes from normalised hidden states to ``logits``."""
+        ...

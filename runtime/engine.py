@@ -1,0 +1,291 @@
+"""The engine: one bundle loaded, one request at a time, one result per token."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from eexport.runtime.backend import Array, Backend
+from eexport.runtime.chain import Chain
+from eexport.runtime.device import available_memory, open_backend
+from eexport.runtime.errors import ContextError, DeviceError, EexportError, RequestError
+from eexport.runtime.manifest import Manifest, check_files, read_manifest
+from eexport.runtime.sampler import Sampler, SamplingParams
+from eexport.runtime.stops import StopMatcher
+from eexport.runtime.text import TextCodec
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+FinishReason = Literal["stop", "length"]
+
+# Rows of a prefill step: enough to amortise reading the weights, few enough that scores stay in the cache.
+PREFILL_ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. ``text`` is what it adds to the output, which may be nothing yet.
+
+    Attributes:
+        token_id: Its id.
+        text: The delta.
+        logprob: Natural log of the model's own probability of it; None unless ``logprobs`` was asked for.
+        top_logprobs: The likeliest tokens at this place with their logprobs.
+        finish_reason: On the last token: "stop" (an end token or stop string) or "length".
+        exit_layer: Depth at which it was decided.
+        proposer: Who drafted it; None when nobody did.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...]
+    finish_reason: FinishReason | None
+    exit_layer: int
+    proposer: str | None
+
+
+@dataclasses.dataclass
+class Stats:
+    """Counts of the last request; seconds are wall time."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    layers_executed: int = 0
+    engines_launched: int = 0
+
+
+class Engine:
+    """A loaded bundle. Requests share the cache: what a prompt has in common with the last one is not run again."""
+
+    def __init__(self, manifest: Manifest, chain: Chain, codec: TextCodec, context: int) -> None:
+        """Use ``Engine.load``; this is for tests with a scripted backend."""
+        self.manifest = manifest
+        self.codec = codec
+        self.context = context
+        self._chain = chain
+        self._cached: list[int] = []  # the tokens whose keys and values the chain holds
+        self._request = 0
+        self._stats = Stats()
+
+    @classmethod
+    def load(
+        cls,
+        bundle: str | Path,
+        device: str = "auto",
+        threads: int | None = None,
+        context: int | None = None,
+        *,
+        backend: Backend | None = None,
+        check_hashes: bool = True,
+    ) -> "Engine":
+        """Load a bundle.
+
+        Args:
+            bundle: Its folder.
+            device: "auto", or one by name, which is then used or refused.
+            threads: CPU threads; None is all that this process may use.
+            context: Cap on prompt and output together, in tokens; None is the model's, or what memory allows.
+            backend: Instead of ``device`` and ``threads``.
+            check_hashes: Compare every file with the manifest first.
+
+        Raises:
+            BundleError: Not a bundle, or altered.
+            DeviceError: The device cannot be used here, or memory is short.
+        """
+        folder = Path(bundle)
+        manifest = read_manifest(folder)
+        if check_hashes:
+            check_files(folder, manifest)
+        limit = _context_limit(manifest, context)
+        codec = load_codec(folder, manifest)
+        chain = Chain(folder, manifest, backend or open_backend(device, threads), limit)
+        return cls(manifest, chain, codec, limit)
+
+    @property
+    def backend(self) -> Backend:
+        """What executes the stages."""
+        return self._chain.backend
+
+    def generate(
+        self, prompt: Prompt, *, mode: Literal["full"] = "full", reuse_cache: bool = True, **sampling: Any
+    ) -> Iterator[Token]:
+        """Generate from a prompt; see ``SamplingParams`` for the keywords (max_tokens, temperature, stop, seed, …).
+
+        Args:
+            prompt: Raw text, token ids, or messages for the chat template.
+            mode: "full" runs every layer for every token.
+            reuse_cache: Keep what the last request left in the cache where the prompts agree.
+            **sampling: Fields of ``SamplingParams``.
+
+        Returns:
+            An iterator of one ``Token`` each. A later request ends it: it then raises EexportError.
+
+        Raises:
+            RequestError: At once, before anything runs, naming the field that is wrong.
+        """
+        if mode != "full":
+            raise RequestError(f"mode: expected full, got {mode!r} (this bundle has no exits)", "mode")
+        try:
+            params = SamplingParams(**sampling)
+        except TypeError as error:
+            raise RequestError(f"unknown sampling parameter: {error}") from None
+        ids = self._encode(prompt)
+        if len(ids) >= self.context:
+            raise ContextError(
+                f"the prompt has {len(ids)} tokens and the context {self.context}, which leaves none to generate: "
+                "shorten it or raise --context",
+                "prompt",
+            )
+        self._request += 1
+        return self._run(self._request, ids, params, reuse_cache)
+
+    def stats(self) -> Stats:
+        """Counts of the last request so far."""
+        return dataclasses.replace(self._stats)
+
+    def score(self, ids: Sequence[int]) -> Array:
+        """Logits [T, V] at every position of a text, in a copy; the cache is emptied."""
+        self._reset()
+        rows = [np.array(self._chain.forward(part, len(part))) for part in _chunks(ids, PREFILL_ROWS)]
+        self._reset()
+        return np.concatenate(rows)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.codec.encode(prompt)
+            if not ids and self.manifest.model.bos_token_id is not None:
+                ids = [self.manifest.model.bos_token_id]
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            ids = self.codec.encode_chat(prompt)  # type: ignore[arg-type]
+        elif isinstance(prompt, Sequence) and all(isinstance(i, int | np.integer) for i in prompt):
+            ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        else:
+            raise RequestError("prompt: give text, a list of token ids or a list of messages", "prompt")
+        if not ids:
+            raise RequestError("prompt: it is empty, and this model has no token to begin a text with", "prompt")
+        vocab = self.manifest.model.vocab_size
+        if not all(0 <= i < vocab for i in ids):
+            raise RequestError(f"prompt: token ids must lie between 0 and {vocab - 1}", "prompt")
+        return ids
+
+    def _run(self, request: int, ids: list[int], params: SamplingParams, reuse_cache: bool) -> Iterator[Token]:
+        self._claim(request)
+        stats = self._stats = Stats(prompt_tokens=len(ids))
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self.manifest.model.eos_token_ids)
+        limit = self.context - len(ids)
+        limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+        depth = self.manifest.model.num_layers
+        sampler, stream, stops = Sampler(params, ids), self.codec.stream(), StopMatcher(params.stop)
+        started = time.perf_counter()
+        logits = self._prefill(ids, reuse_cache)
+        stats.prefill_seconds = time.perf_counter() - started
+        while True:
+            token_id, logprob, top = sampler.sample(logits[0])
+            sampler.observe(token_id)
+            stats.generated_tokens += 1
+            reason: FinishReason | None = None
+            text = ""
+            if token_id in ends:
+                reason = "stop"
+            else:
+                text, matched = stops.push(stream.push(token_id))
+                if matched:
+                    reason = "stop"
+                elif stats.generated_tokens == limit:
+                    reason = "length"
+            if reason and not stops.matched:
+                text += stops.push(stream.flush())[0] + stops.flush()
+                reason = "stop" if stops.matched else reason
+            yield Token(token_id, text, logprob, top, reason, depth, None)
+            if reason:
+                return
+            started = time.perf_counter()
+            logits = self._forward(request, [token_id])
+            stats.decode_seconds += time.perf_counter() - started
+
+    def _prefill(self, ids: list[int], reuse_cache: bool) -> Array:
+        """Run the part of the prompt that the cache does not hold; logits [1, V] of its last token."""
+        shared = _common_prefix(self._cached, ids[:-1]) if reuse_cache else 0
+        self._stats.reused_tokens = shared
+        if shared:
+            self._chain.kv.trim(len(self._cached) - shared)
+            del self._cached[shared:]
+        else:
+            self._reset()
+        logits: Array | None = None
+        parts = list(_chunks(ids[shared:], PREFILL_ROWS))
+        for index, part in enumerate(parts):
+            logits = self._forward(self._request, part, head_rows=int(index == len(parts) - 1))
+        assert logits is not None
+        return logits
+
+    def _forward(self, request: int, ids: list[int], head_rows: int = 1) -> Array:
+        self._claim(request)
+        try:
+            logits = self._chain.forward(ids, head_rows)
+        except MemoryError:
+            self._reset()
+            raise DeviceError(
+                f"out of memory at {len(self._cached) + len(ids)} tokens of context: use a smaller --context"
+            ) from None
+        except BaseException:  # also Ctrl-C inside a run: some blocks have these rows and some do not
+            self._reset()
+            raise
+        self._cached += ids
+        blocks = len(self.manifest.blocks)
+        self._stats.layers_executed += self.manifest.model.num_layers * len(ids)
+        self._stats.engines_launched += 1 + blocks + (head_rows > 0)
+        return logits
+
+    def _claim(self, request: int) -> None:
+        if request != self._request:
+            raise EexportError("this request was ended by a later one on the same engine: load an engine for each")
+
+    def _reset(self) -> None:
+        self._cached.clear()
+        self._chain.reset()
+
+
+def load_codec(bundle: Path, manifest: Manifest) -> TextCodec:
+    """The bundle's tokenizer and chat template."""
+    template = manifest.text.chat_template
+    text = None if template is None else (bundle / template).read_text(encoding="utf-8")
+    return TextCodec.load(bundle, chat_template=text, special=manifest.text.special)
+
+
+def _context_limit(manifest: Manifest, context: int | None) -> int:
+    """The cap on the context, in tokens; the default leaves half of the free memory for the rest."""
+    longest, per_token = manifest.model.context_length, manifest.kv_bytes_per_token()
+    free = available_memory()
+    if context is None:
+        return longest if free is None else max(1, min(longest, free // 2 // per_token))
+    if not 1 <= context <= longest:
+        raise ContextError(f"--context {context}: this model takes 1 to {longest} tokens", "context")
+    if free is not None and context * per_token > free:
+        raise DeviceError(
+            f"--context {context} needs {context * per_token / 1e9:.1f} GB for keys and values and {free / 1e9:.1f} GB "
+            f"are free: {free // 2 // per_token} tokens would fit"
+        )
+    return context
+
+
+def _chunks(ids: Sequence[int], rows: int) -> Iterator[list[int]]:
+    for start in range(0, len(ids), rows):
+        yield list(ids[start : start + rows])
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length

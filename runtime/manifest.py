@@ -1,0 +1,233 @@
+"""The bundle's manifest: what stages there are, what goes in and out of each, and what every file must hash to.
+
+The exporter fills these dataclasses and the runtime executes from them; neither side knows a tensor name, shape or
+dtype that is not written here. Dimension names in shapes: B batch (KV slots), T rows, C KV capacity.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from eexport.runtime.errors import BundleError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+StageKind = Literal["embed", "block", "head"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a stage; a dimension is a size or one of the names B, T, C."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def sized(self, **sizes: int) -> tuple[int, ...]:
+        """The shape with its named dimensions filled in, e.g. ``sized(B=1, T=1, C=128)``."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpec:
+    """One graph of the chain. ``layers`` is the half-open layer range of a block and empty (n, n) elsewhere."""
+
+    kind: StageKind
+    name: str
+    graph: str
+    layers: tuple[int, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Depths (1 = after the first layer) whose hidden state this block gives out besides its last."""
+        return tuple(int(t.name.removeprefix("hidden.")) for t in self.outputs if t.name.startswith("hidden."))
+
+    @property
+    def kv_inputs(self) -> tuple[TensorSpec, ...]:
+        """The key and value caches, layer by layer; the output of the same cache is ``present`` for ``past``."""
+        return tuple(t for t in self.inputs if t.name.startswith("past."))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What the runtime must know of the model itself."""
+
+    name: str
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    rope_type: str
+    rope_inv_freq: tuple[float, ...]
+    rope_attention_factor: float
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionInfo:
+    """Numeric form of the weights and of what flows between stages; recorded because it decides the tokens."""
+
+    weights: str
+    vocab_weights: str
+    activations: str
+    block_size: int | None
+    matmul_activations: str
+
+
+@dataclasses.dataclass(frozen=True)
+class KVInfo:
+    """Layout of the key/value caches and how deeper layers get those of a token that left early."""
+
+    dtype: str
+    layout: str
+    fill: Literal["verify", "recompute", "propagate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextInfo:
+    """Tokenizer side files and the strings a chat template may refer to."""
+
+    tokenizer: str
+    chat_template: str | None
+    special: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and SHA-256 of one file of the bundle."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Everything in manifest.json. ``parity`` and ``built_with`` are records for people, not read by the engine."""
+
+    dialect: Literal["ort", "standard"]
+    model: ModelInfo
+    precision: PrecisionInfo
+    kv: KVInfo
+    stages: tuple[StageSpec, ...]
+    exits: tuple[int, ...]
+    text: TextInfo
+    sampling: dict[str, float]
+    parity: dict[str, Any]
+    built_with: dict[str, Any]
+    files: dict[str, FileInfo]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def blocks(self) -> tuple[StageSpec, ...]:
+        """The layer blocks in order."""
+        return tuple(s for s in self.stages if s.kind == "block")
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Candidate exits: depths at which a block ends, the full depth left out."""
+        return tuple(b.layers[1] for b in self.blocks[:-1])
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token of context takes over all layers."""
+        per_layer = 2 * self.model.num_kv_heads * self.model.head_dim
+        return self.model.num_layers * per_layer * (2 if self.kv.dtype == "float16" else 4)
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(bundle: Path) -> Manifest:
+    """Parse ``bundle/manifest.json``. Raises BundleError for anything that is not a bundle of this schema."""
+    path = bundle / MANIFEST_NAME
+    if not path.is_file():
+        what = "no such folder" if not bundle.exists() else f"it has no {MANIFEST_NAME}"
+        raise BundleError(f"{bundle} is not an eexport bundle ({what}): make one with `eexport build`")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        version = raw["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BundleError(f"{path} is damaged ({error}): build the bundle again") from None
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version}, this eexport reads {SCHEMA_VERSION}: "
+            "build the bundle again with this version"
+        )
+    try:
+        return _parse(raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"{path} is damaged ({type(error).__name__}: {error}): build the bundle again") from None
+
+
+def check_files(bundle: Path, manifest: Manifest) -> None:
+    """Compare size and SHA-256 of every file with the manifest. Raises BundleError naming the first that differs."""
+    for name, info in manifest.files.items():
+        path = bundle / name
+        if not path.is_file():
+            raise BundleError(f"{path} is missing: copy the whole bundle again or rebuild it")
+        size = path.stat().st_size
+        if size != info.bytes:
+            raise BundleError(f"{path} has {size} bytes, the manifest says {info.bytes}: copy or build it again")
+        digest = sha256(path)
+        if digest != info.sha256:
+            raise BundleError(
+                f"{path} has sha256 {digest[:12]}…, the manifest says {info.sha256[:12]}…: copy or build it again"
+            )
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(r["name"], r["dtype"], tuple(r["shape"])) for r in rows)
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    model = dict(raw["model"])
+    for key in ("rope_inv_freq", "eos_token_ids"):
+        model[key] = tuple(model[key])
+    stages = tuple(
+        StageSpec(
+            kind=s["kind"],
+            name=s["name"],
+            graph=s["graph"],
+            layers=(s["layers"][0], s["layers"][1]),
+            inputs=_tensors(s["inputs"]),
+            outputs=_tensors(s["outputs"]),
+        )
+        for s in raw["stages"]
+    )
+    if [s.kind for s in stages] != ["embed", *["block"] * (len(stages) - 2), "head"]:
+        raise ValueError("stages must be one embed, the blocks and one head")
+    for name in raw["files"]:
+        if Path(name).name != name:
+            raise ValueError(f"file name {name!r} leaves the bundle")
+    return Manifest(
+        dialect=raw["dialect"],
+        model=ModelInfo(**model),
+        precision=PrecisionInfo(**raw["precision"]),
+        kv=KVInfo(**raw["kv"]),
+        stages=stages,
+        exits=tuple(raw["exits"]),
+        text=TextInfo(**raw["text"]),
+        sampling=raw["sampling"],
+        parity=raw["parity"],
+        built_with=raw["built_with"],
+        files={name: FileInfo(**info) for name, info in raw["files"].items()},
+    )

@@ -1,0 +1,61 @@
+"""onnxruntime-genai behind the worker protocol."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import onnxruntime_genai as og
+from worker import serve
+
+
+class GenaiEngine:
+    """A model folder of onnxruntime-genai's builder on the CPU provider."""
+
+    version = f"onnxruntime-genai {og.__version__}"
+
+    def __init__(self, path: str, threads: int, context: int, **search: float) -> None:
+        config = og.Config(path)
+        # EOS is moved out of the vocabulary: generation never stops, at no cost per token (min_length would
+        # mask a logit at every step).
+        config.overlay(
+            json.dumps(
+                {
+                    "model": {
+                        "eos_token_id": [],
+                        "decoder": {"session_options": {"intra_op_num_threads": threads}},
+                    }
+                }
+            )
+        )
+        self._model = og.Model(config)
+        self._params = og.GeneratorParams(self._model)
+        self._params.set_search_options(max_length=context, do_sample=False, **search)
+
+    def _start(self, prompt_ids: list[int]) -> tuple[og.Generator, float]:
+        """Prefill a fresh generator and pick its first token; returns it and the seconds taken."""
+        generator = og.Generator(self._model, self._params)
+        ids = np.array([prompt_ids], dtype=np.int32)
+        start = time.perf_counter()
+        generator.append_tokens(ids)
+        generator.generate_next_token()
+        return generator, time.perf_counter() - start
+
+    def decode(self, prompt_ids: list[int], n: int) -> tuple[float, list[int]]:
+        generator, _ = self._start(prompt_ids)
+        start = time.perf_counter()
+        for _ in range(n):
+            generator.generate_next_token()
+        seconds = time.perf_counter() - start
+        ids = [int(i) for i in generator.get_sequence(0)[len(prompt_ids) :]]
+        if len(ids) != n + 1:
+            raise RuntimeError(f"{len(ids)} tokens generated, {n + 1} expected")
+        return seconds / n, ids
+
+    def prefill(self, prompt_ids: list[int]) -> float:
+        return self._start(prompt_ids)[1]
+
+
+if __name__ == "__main__":
+    serve(GenaiEngine)
