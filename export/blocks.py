@@ -2,13 +2,16 @@
 
     stage   inputs                                                      outputs
     embed   token_ids [B,T] i64                                         hidden [B,T,D]
-    block   hidden [B,T,D], cos, sin [B,T,Hd/2], mask [B,1,T,C],        hidden_out [B,T,D], present.* [B,KvH,C,Hd],
-            write_index [B] i64, past.{layer}.{key,value} [B,KvH,C,Hd]  hidden.{1..4} [B,T,D] (first block only)
+    block   hidden [B,T,D], the dialect's position inputs,              hidden_out [B,T,D], present.* [B,KvH,C,Hd],
+            past.{layer}.{key,value} [B,KvH,C,Hd]                       hidden.{1..4} [B,T,D] (first block only)
     head    hidden [B,T,D]                                              logits [B,T,V] f32
 
-B slots and T rows are free in every graph, so one graph serves prefill, decode and verification. Slot b writes its T
-new keys at ``write_index[b]``; ``mask`` is added to the scores (0 where a row may look, -inf elsewhere). The StageSpec
-made here is what the graph builder emits, the manifest records and the runtime binds.
+Position inputs: ``standard`` takes cos, sin [B,T,Hd/2], mask [B,1,T,C] (added to the scores) and write_index [B] i64
+(where slot b writes its T new keys); ``ort`` takes cos_table, sin_table [C,Hd/2], and last_index [B], new_rows [B],
+total_length [1] (i32), from which GroupQueryAttention derives the same.
+
+B slots and T rows are free in every graph, so one graph serves prefill, decode and verification. The StageSpec made
+here is what the graph builder emits, the manifest records and the runtime binds.
 """
 
 from eexport.models.spec import ModelSpec
@@ -34,7 +37,7 @@ def plan_blocks(num_layers: int, blocks: str = "auto") -> tuple[tuple[int, int],
     """
     if blocks == "auto":
         cuts = sorted({PREDICTOR_LAYERS, _to_four(num_layers / 4), _to_four(num_layers / 2)})
-        cuts = [cut for cut in cuts if cut < num_layers]
+        cuts = [cut for cut in cuts if 0 < cut < num_layers]
     elif blocks.isdecimal():
         count = int(blocks)
         if not 1 <= count <= num_layers:
@@ -55,27 +58,34 @@ def plan_blocks(num_layers: int, blocks: str = "auto") -> tuple[tuple[int, int],
     return tuple(zip(edges, edges[1:], strict=False))
 
 
-def plan_stages(spec: ModelSpec, ranges: tuple[tuple[int, int], ...], activations: str) -> tuple[StageSpec, ...]:
-    """Every stage of the chain; ``activations`` is the dtype between stages ("float32" or "float16")."""
+def plan_stages(
+    spec: ModelSpec, ranges: tuple[tuple[int, int], ...], activations: str, positions: tuple[TensorSpec, ...]
+) -> tuple[StageSpec, ...]:
+    """Every stage of the chain.
+
+    Args:
+        spec: The model.
+        ranges: Layers of each block.
+        activations: dtype between stages, "float32" or "float16".
+        positions: The dialect's position inputs.
+    """
     depth = spec.num_layers
     hidden = _hidden("hidden", spec, activations)
     embed = StageSpec("embed", "embed", "embed.onnx", (0, 0), (TensorSpec("token_ids", "int64", ("B", "T")),), (hidden,))
-    blocks = tuple(_block(spec, index, layers, activations) for index, layers in enumerate(ranges))
+    blocks = tuple(_block(spec, index, layers, activations, positions) for index, layers in enumerate(ranges))
     logits = TensorSpec("logits", "float32", ("B", "T", spec.vocab_size))
     head = StageSpec("head", "head", "head.onnx", (depth, depth), (hidden,), (logits,))
     return (embed, *blocks, head)
 
 
-def _block(spec: ModelSpec, index: int, layers: tuple[int, int], activations: str) -> StageSpec:
-    angle = ("B", "T", spec.head_dim // 2)
+def _block(
+    spec: ModelSpec, index: int, layers: tuple[int, int], activations: str, positions: tuple[TensorSpec, ...]
+) -> StageSpec:
     cache = ("B", spec.num_kv_heads, "C", spec.head_dim)
     caches = [f"{layer}.{kind}" for layer in range(*layers) for kind in ("key", "value")]
     inputs = (
         _hidden("hidden", spec, activations),
-        TensorSpec("cos", activations, angle),
-        TensorSpec("sin", activations, angle),
-        TensorSpec("mask", activations, ("B", 1, "T", "C")),
-        TensorSpec("write_index", "int64", ("B",)),
+        *positions,
         *(TensorSpec(f"past.{name}", activations, cache) for name in caches),
     )
     early = range(1, min(PREDICTOR_LAYERS + 1, layers[1])) if layers[0] == 0 else range(0)

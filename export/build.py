@@ -18,7 +18,7 @@ from eexport.export.dialect import Dialect, DialectName, Precision
 from eexport.export.dialect_ort import OrtDialect
 from eexport.export.dialect_standard import StandardDialect
 from eexport.export.graph import WeightFile
-from eexport.export.quantize import BLOCK
+from eexport.export.quantize import BLOCK_SIZES
 from eexport.export.stages import BlockGraph, embed_graph, head_graph
 from eexport.models.checkpoint import Checkpoint
 from eexport.models.decoder import DecoderLayer, LayerKV, rms_norm, rope_tables
@@ -65,6 +65,7 @@ class BuildOptions:
     dialect: DialectName = "ort"
     blocks: str = "auto"
     vocab_precision: Precision | None = None
+    block_size: int = 32
     force: bool = False
 
 
@@ -79,8 +80,9 @@ def build(
     """
     spec = checkpoint.spec
     dialect = _dialect(options)
-    _check_divisible(spec, dialect)
-    stages = plan_stages(spec, plan_blocks(spec.num_layers, options.blocks), dialect.activations)
+    _check_divisible(spec, dialect, options)
+    ranges = plan_blocks(spec.num_layers, options.blocks)
+    stages = plan_stages(spec, ranges, dialect.activations, dialect.position_inputs(spec))
     with bundle_folder(out, force=options.force, needed_bytes=_estimated_bytes(spec, options, dialect)) as folder:
         run = _Build(checkpoint, dialect, options, stages, folder, progress)
         manifest = run.write()
@@ -105,7 +107,7 @@ class _Build:
         self._progress = progress
         self._model = _model_info(checkpoint)
         self._least_cosine = min(_LEAST_COSINE[options.precision], _LEAST_COSINE[dialect.vocab_precision])
-        self._runner = StageRunner(OrtBackend(), folder, self._model, dialect.activations)
+        self._runner = StageRunner(OrtBackend(), folder, self._model)
         self._parity: list[Parity] = []
         self._steps = self._spec.num_layers + 2
         self._done = 0
@@ -207,10 +209,11 @@ class _Build:
                 options.precision,
                 dialect.vocab_precision,
                 dialect.activations,
-                BLOCK if quantized else None,
+                options.block_size if quantized else None,
                 dialect.matmul_activations,
             ),
             kv=KVInfo(dialect.activations, "[B, KvH, C, Hd]", "verify"),
+            row_multiple=dialect.row_multiple(self._spec),
             stages=tuple(self._stages),
             exits=(),
             text=text,
@@ -224,23 +227,28 @@ class _Build:
 def _dialect(options: BuildOptions) -> Dialect:
     if options.precision not in PRECISIONS:
         raise BuildError(f"--precision {options.precision}: give one of {', '.join(PRECISIONS)}")
+    if options.block_size not in BLOCK_SIZES:
+        raise BuildError(f"--block-size {options.block_size}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     if options.dialect == "ort":
-        return OrtDialect(options.precision, options.vocab_precision or options.precision)
+        return OrtDialect(options.precision, options.vocab_precision or options.precision, options.block_size)
     if options.dialect != "standard":
         raise BuildError(f"--dialect {options.dialect}: give one of {', '.join(DIALECTS)}")
     if options.vocab_precision is not None:
         raise BuildError("--vocab-precision is for the ort dialect: the standard one decides it by --precision")
-    return StandardDialect(options.precision)
+    return StandardDialect(options.precision, options.block_size)
 
 
-def _check_divisible(spec: ModelSpec, dialect: Dialect) -> None:
-    if not {dialect.vocab_precision, dialect.matmul_activations} & {"int8", "int4"}:
+def _check_divisible(spec: ModelSpec, dialect: Dialect, options: BuildOptions) -> None:
+    if not {dialect.vocab_precision, options.precision} & {"int8", "int4"}:
         return
     widths = {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
     widths["heads * head_dim"] = spec.num_heads * spec.head_dim
     for name, width in widths.items():
-        if width % BLOCK:
-            raise BuildError(f"{name} is {width}, not a multiple of {BLOCK}, which int8 and int4 need: use --precision fp16")
+        if width % options.block_size:
+            raise BuildError(
+                f"{name} is {width}, not a multiple of the block size {options.block_size} that {options.precision} uses: "
+                "use a smaller --block-size or --precision fp16"
+            )
 
 
 def _estimated_bytes(spec: ModelSpec, options: BuildOptions, dialect: Dialect) -> int:

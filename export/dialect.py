@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from eexport.export.graph import Graph, Stored, WeightFile
+from eexport.models.spec import ModelSpec
+from eexport.runtime.manifest import TensorSpec
 
 DialectName = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]
@@ -51,8 +53,21 @@ class Dialect(Protocol):
         """The sum of both, called ``exposed`` if that is given, and its RMSNorm."""
         ...
 
-    def attention(self, graph: Graph, name: str, query: str, key: str, value: str, mask: str, scale: float) -> str:
-        """Attention of folded queries [B, KvH, G·T, Hd] over whole caches [B, KvH, C, Hd], mask added to the scores."""
+    def position_inputs(self, spec: ModelSpec) -> tuple[TensorSpec, ...]:
+        """What a block needs to know of where its rows stand, besides the caches."""
+        ...
+
+    def row_multiple(self, spec: ModelSpec) -> int:
+        """Rows must come in multiples of this for a row's bits not to depend on how many there are."""
+        ...
+
+    def attention(
+        self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+    ) -> str:
+        """From projections [B, T, (H+2·KvH)·Hd] to mixed values [B, T, H·Hd].
+
+        Adds positions and updates the layer's caches; ``norms`` are the scales of a QK-norm.
+        """
         ...
 
     def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:

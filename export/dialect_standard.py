@@ -1,20 +1,24 @@
 """The ``standard`` dialect: ONNX opset 24 only, read by ONNX Runtime and by TensorRT.
 
-Activations are fp16 unless the weights are fp32. Quantised weights are DequantizeLinear (blocks of 32 along K, fp16
-scales) before a plain MatMul: TensorRT fuses the pair, ONNX Runtime turns it into MatMulNBits.
+Activations are fp16 unless the weights are fp32. Quantised weights are DequantizeLinear (blocks along K,
+fp16 scales) before a plain MatMul: TensorRT fuses the pair, ONNX Runtime turns it into MatMulNBits.
+TensorRT takes signed integers without zero points, and lets no operator but DequantizeLinear read them.
 """
 
 import numpy as np
-import onnx
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor
 
 from eexport.export.dialect import DialectName, Precision
+from eexport.export.folded import folded_attention, masked_inputs
 from eexport.export.graph import Graph, Stored, WeightFile
-from eexport.export.quantize import BLOCK, quantize
+from eexport.export.quantize import quantize
+from eexport.models.spec import ModelSpec
+from eexport.runtime.manifest import TensorSpec
 
-_BITS = {"int8": 8, "int4": 4}
+_QUANTIZED = ("int8", "int4")
 
 
 class StandardDialect:
@@ -23,8 +27,8 @@ class StandardDialect:
     name: DialectName = "standard"
     matmul_activations: str
 
-    def __init__(self, precision: Precision) -> None:
-        self.precision = precision
+    def __init__(self, precision: Precision, block_size: int) -> None:
+        self.precision, self.block_size = precision, block_size
         # No 4-bit Gather in either runtime, and the table is stored once: embedding and head stay at 8 bits.
         self.vocab_precision: Precision = "int8" if precision == "int4" else precision
         self.activations = "float32" if precision == "fp32" else "float16"
@@ -47,27 +51,25 @@ class StandardDialect:
         return self._store(file, name, weight, self.vocab_precision)
 
     def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> tuple[Stored, ...]:
-        if precision not in _BITS:
+        if precision not in _QUANTIZED:
             return (file.add(name, weight.t().to(self._torch_dtype).contiguous().numpy()),)
-        quantized = quantize(weight, _BITS[precision], torch.float16)
-        scales = quantized.scales.t().half().contiguous().numpy()  # [K/32, N]
-        values = quantized.values.t().contiguous().numpy()  # [K, N]
-        if quantized.zeros is None:
-            signed = (values.astype(np.int16) - 128).astype(np.int8)
-            return (file.add(f"{name}.values", signed), file.add(f"{name}.scales", scales))
-        zeros = quantized.zeros.t().contiguous().numpy()
-        return (
-            file.add(f"{name}.values", _packed(values), TensorProto.UINT4, values.shape),
-            file.add(f"{name}.scales", scales),
-            file.add(f"{name}.zeros", _packed(zeros), TensorProto.UINT4, zeros.shape),
-        )
+        quantized = quantize(weight, 8 if precision == "int8" else 4, self.block_size, torch.float16)
+        signed = (quantized.values.short() - quantized.middle).to(torch.int8).flatten(-2)
+        values = signed.t().contiguous().numpy()  # [K, N]
+        if precision == "int8":
+            stored = file.add(f"{name}.values", values)
+        else:
+            stored = file.add(f"{name}.values", _packed(values), TensorProto.INT4, values.shape)
+        return stored, file.add(f"{name}.scales", quantized.scales.t().half().contiguous().numpy())  # [K/block, N]
 
-    def linear(self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None) -> str:
+    def linear(
+        self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None
+    ) -> str:
         """See ``Dialect``."""
         weight = graph.weight(matrix[0])
         if len(matrix) > 1:
             parts = [graph.weight(part) for part in matrix]
-            weight = graph.one("DequantizeLinear", parts, f"{name}/weight", axis=0, block_size=BLOCK)
+            weight = graph.one("DequantizeLinear", parts, f"{name}/weight", axis=0, block_size=self.block_size)
         product = graph.one("MatMul", [source, weight], name)
         return product if bias is None else graph.one("Add", [product, graph.weight(bias)], f"{name}/bias")
 
@@ -76,15 +78,33 @@ class StandardDialect:
         return graph.one("RMSNormalization", [source, graph.weight(scale)], name, axis=-1, epsilon=eps)
 
     def add_norm(
-        self, graph: Graph, name: str, residual: str, delta: str, scale: Stored, eps: float, exposed: str | None
+        self,
+        graph: Graph,
+        name: str,
+        residual: str,
+        delta: str,
+        scale: Stored,
+        eps: float,
+        exposed: str | None,
     ) -> tuple[str, str]:
         """See ``Dialect``."""
         total = graph.one("Add", [residual, delta], exposed or f"{name}/sum")
         return total, self.norm(graph, name, total, scale, eps)
 
-    def attention(self, graph: Graph, name: str, query: str, key: str, value: str, mask: str, scale: float) -> str:
+    def position_inputs(self, spec: ModelSpec) -> tuple[TensorSpec, ...]:
         """See ``Dialect``."""
-        return graph.one("Attention", [query, key, value, mask], name, scale=scale)
+        return masked_inputs(spec, self.activations)
+
+    def row_multiple(self, spec: ModelSpec) -> int:
+        """See ``Dialect``. Folded heads keep rows together, unless there is one head a group."""
+        quantized = self.precision in _QUANTIZED
+        return 2 if spec.num_heads == spec.num_kv_heads or (quantized and self.block_size > 32) else 1
+
+    def attention(
+        self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+    ) -> str:
+        """See ``Dialect``."""
+        return folded_attention(graph, spec, name, layer, qkv, norms)
 
     def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
         """See ``Dialect``."""
@@ -94,20 +114,32 @@ class StandardDialect:
 
     def embed(self, graph: Graph, table: tuple[Stored, ...], width: int) -> None:
         """See ``Dialect``. The table is [D, V], the head's orientation, so rows are gathered along axis 1."""
-        columns = graph.one("Gather", [graph.weight(table[0]), "token_ids"], "/columns", axis=1)  # [D, B, T]
-        if len(table) > 1:
-            # [D, B, T] -> [D/32, 32, B·T], times scales [D/32, 1, B·T]
-            scales = graph.one("Gather", [graph.weight(table[1]), "token_ids"], "/scales", axis=1)
-            shape = graph.ints("shape.blocks", [width // BLOCK, BLOCK, -1])
-            values = graph.one("Reshape", [columns, shape], "/blocks")
-            values = graph.one("Cast", [values], "/values", to=_onnx_type(self.activations))
-            scales = graph.one("Reshape", [scales, graph.ints("shape.scales", [width // BLOCK, 1, -1])], "/block_scales")
-            product = graph.one("Mul", [values, scales], "/scaled")
-            ends = [graph.ints("ints.first", [1]), graph.ints("ints.end", [2**62]), graph.ints("ints.axis", [0])]
-            rows = graph.one("Slice", [graph.one("Shape", [columns], "/shape"), *ends], "/rows_shape")
-            whole = graph.one("Concat", [graph.ints("ints.width", [width]), rows], "/whole_shape", axis=0)
-            columns = graph.one("Reshape", [product, whole], "/dequantized")
+        if len(table) == 1:
+            columns = graph.one(
+                "Gather", [graph.weight(table[0]), "token_ids"], "/columns", axis=1
+            )  # [D, B, T]
+        else:
+            columns = self._gather_quantized(graph, table, width)
         graph.one("Transpose", [columns], "hidden", perm=[1, 2, 0])
+
+    def _gather_quantized(self, graph: Graph, table: tuple[Stored, ...], width: int) -> str:
+        """Columns [D, B, T] of an int8 table, dequantised after they are gathered."""
+        # The scale of 1 around Gather is for TensorRT, see above. Both runtimes drop it and gather int8; with
+        # the real scales ONNX Runtime would dequantise the whole table for every token. The Cast keeps it
+        # from moving DequantizeLinear past Reshape, which it does wrongly.
+        unit = [graph.scalar("one", 1.0, "float32"), graph.scalar("zero", 0, "int8")]
+        values = graph.one("DequantizeLinear", [graph.weight(table[0]), *unit], "/table")
+        values = graph.one("Gather", [values, "token_ids"], "/columns", axis=1)  # [D, B, T]
+        values = graph.one("QuantizeLinear", [values, *unit], "/integers")
+        values = graph.one("DequantizeLinear", [values, *unit], "/integers/fp32")
+        values = graph.one("Cast", [values], "/values", to=TensorProto.FLOAT16)
+        scales = graph.one("Gather", [graph.weight(table[1]), "token_ids"], "/scales", axis=1)
+        # [D, B, T] -> [D/32, 32, B·T], times scales [D/32, 1, B·T]
+        blocks = graph.ints("shape.blocks", [width // self.block_size, self.block_size, -1])
+        shape = graph.ints("shape.scales", [width // self.block_size, 1, -1])
+        scales = graph.one("Reshape", [scales, shape], "/block_scales")
+        scaled = graph.one("Mul", [graph.one("Reshape", [values, blocks], "/blocks"), scales], "/scaled")
+        return graph.one("Reshape", [scaled, graph.one("Shape", [values], "/shape")], "/dequantized")
 
     def head(self, graph: Graph, source: str, table: tuple[Stored, ...]) -> None:
         """See ``Dialect``."""
@@ -115,13 +147,7 @@ class StandardDialect:
         graph.one("Cast", [product], "logits", to=TensorProto.FLOAT)
 
 
-def _onnx_type(dtype: str) -> int:
-    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
-
-
-def _packed(values: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """ONNX's uint4: consecutive elements two a byte, low nibble first."""
-    flat = values.reshape(-1)
-    if flat.size % 2:
-        flat = np.append(flat, np.uint8(0))
+def _packed(values: NDArray[np.int8]) -> NDArray[np.uint8]:
+    """ONNX's int4: consecutive elements two a byte, low nibble first."""
+    flat = values.reshape(-1).view(np.uint8) & 15
     return flat[::2] | (flat[1::2] << 4)

@@ -3,7 +3,7 @@
 Weights never enter the protobuf, so its 2 GB limit is met by no model and a build holds one tensor at a time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +23,7 @@ _ONNX_TYPES = {
     "float32": onnx.TensorProto.FLOAT,
     "float16": onnx.TensorProto.FLOAT16,
     "int64": onnx.TensorProto.INT64,
+    "int32": onnx.TensorProto.INT32,
     "int8": onnx.TensorProto.INT8,
     "uint8": onnx.TensorProto.UINT8,
 }
@@ -72,6 +73,7 @@ class Graph:
         self.stage = stage
         self._nodes: list[onnx.NodeProto] = []
         self._initializers: dict[str, onnx.TensorProto] = {}
+        self._made: dict[str, str] = {}
 
     def op(
         self,
@@ -90,6 +92,12 @@ class Graph:
     def one(self, kind: str, inputs: Sequence[str], name: str, *, domain: str = "", **attributes: object) -> str:
         """A node of one output, which is called as the node is."""
         return self.op(kind, inputs, name, [name], domain=domain, **attributes)[0]
+
+    def once(self, name: str, make: Callable[[], str]) -> str:
+        """The value that ``make`` gives, made at the first call with this name and shared by later ones."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def ints(self, name: str, values: Sequence[int]) -> str:
         """A small int64 constant, e.g. a shape; the same name is emitted once."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from eexport.runtime.backend import Array, Backend, Buffer, Stage
-from eexport.runtime.kv import KVCache, Positions
+from eexport.runtime.kv import KVCache
 from eexport.runtime.manifest import Manifest
+from eexport.runtime.positions import Fill, positions_for
 
 _CACHED_ROWS = 8  # steps of up to this many rows (decode, verification) stay bound between calls
 
@@ -18,20 +19,17 @@ class _Step:
     """Everything bound for T rows at one cache capacity."""
 
     token_ids: Array
-    write_index: Array
-    cos: Array
-    sin: Array
-    mask: Array
+    fill: Fill
     runs: list[Callable[[], None]]
-    last_hidden: Buffer
+    hidden: Buffer
 
 
 @dataclasses.dataclass
 class _Head:
-    """The head bound for R rows; ``source`` is where they are copied to, unless it reads a step's rows in place."""
+    """The head bound for R rows, which are copied to ``source``."""
 
-    run: Callable[[], None]
     source: Array
+    run: Callable[[], None]
     logits: Array
 
 
@@ -43,7 +41,8 @@ class Chain:
         self.backend = backend
         self.kv = KVCache(manifest, backend, context)
         self._stages: list[Stage] = [backend.load(bundle / stage.graph, stage) for stage in manifest.stages]
-        self._positions = Positions(manifest.model, manifest.precision.activations)
+        self._positions = positions_for(manifest.blocks[0], manifest.model, backend)
+        self._multiple = manifest.row_multiple
         self._steps: dict[int, _Step] = {}
         self._heads: dict[int, _Head] = {}
 
@@ -55,70 +54,70 @@ class Chain:
             head_rows: How many of the last rows to give logits for, 0 to T.
 
         Returns:
-            Logits [head_rows, V] in fp32, in memory that the next call with as many head rows writes over.
+            Logits [head_rows, V] in fp32, in memory that the next call writes over.
 
         Raises:
             ContextError: When the rows do not fit; the cache is as before.
         """
-        rows = len(ids)
-        if self.kv.reserve(rows):
+        count = len(ids)
+        if self.kv.reserve(count):
             self._steps.clear()
-            self._heads.clear()
+        rows = self._padded(count)
         step = self._steps.get(rows) or self._bind(rows)
-        start = self.kv.length
-        step.token_ids[0] = ids
-        step.write_index[0] = start
-        self._positions.fill(start, step.cos, step.sin, step.mask)
+        step.token_ids[0, :count] = ids
+        step.token_ids[0, count:] = ids[-1]  # padding rows: their keys lie beyond the length and are written over
+        step.fill(self.kv.length)
         for run in step.runs:
             run()
-        self.kv.length = start + rows
+        self.kv.length += count
         if not head_rows:
             return np.empty((0, self.manifest.model.vocab_size), np.float32)
-        return self._logits(step.last_hidden, head_rows)
+        head = self._head(self._padded(head_rows))
+        wanted = step.hidden.array[0, count - head_rows : count]
+        head.source[0, :head_rows] = wanted
+        head.source[0, head_rows:] = wanted[-1]
+        head.run()
+        return head.logits[0, :head_rows]
 
     def reset(self) -> None:
-        """Forget the conversation."""
+        """Forget the conversation and give its memory back."""
         self.kv.clear()
         self._steps.clear()
-        self._heads.clear()
 
-    def _logits(self, hidden: Buffer, rows: int) -> Array:
-        head = self._heads.get(rows)
-        if head is None:
-            spec = self.manifest.stages[-1]
-            source = self.backend.allocate(spec.inputs[0].sized(B=1, T=rows), spec.inputs[0].dtype)
-            logits = self.backend.allocate(spec.outputs[0].sized(B=1, T=rows), spec.outputs[0].dtype)
-            run = self._stages[-1].bind({spec.inputs[0].name: source, spec.outputs[0].name: logits})
-            head = _Head(run, source.array, logits.array)
+    def _padded(self, rows: int) -> int:
+        return -(-rows // self._multiple) * self._multiple
+
+    def _head(self, rows: int) -> _Head:
+        if (head := self._heads.get(rows)) is not None:
+            return head
+        spec = self.manifest.stages[-1]
+        source, logits = (
+            self.backend.allocate(t.sized(B=1, T=rows), t.dtype) for t in (spec.inputs[0], spec.outputs[0])
+        )
+        run = self._stages[-1].bind({spec.inputs[0].name: source, spec.outputs[0].name: logits})
+        head = _Head(source.array, run, logits.array)
+        if rows <= _CACHED_ROWS:
             self._heads[rows] = head
-        head.source[...] = hidden.array[:, -rows:]
-        head.run()
-        return head.logits[0]
+        return head
 
     def _bind(self, rows: int) -> _Step:
         """Allocate what flows between the stages for ``rows`` rows and tie it all together."""
-        stages = self.manifest.stages[:-1]
         sizes = {"B": 1, "T": rows, "C": self.kv.capacity}
-        shared = {
-            spec.name: self.backend.allocate(spec.sized(**sizes), spec.dtype)
-            for spec in (*stages[0].inputs, *stages[1].inputs)
-            if not spec.name.startswith("past.") and spec.name != "hidden"
-        }
-        hidden: Buffer | None = None
-        runs = []
-        for spec, stage in zip(stages, self._stages, strict=False):
-            buffers = dict(shared)
-            if hidden is not None:
-                buffers["hidden"] = hidden
+        embed, *blocks, _ = self.manifest.stages
+        token_ids, hidden = (
+            self.backend.allocate(t.sized(**sizes), t.dtype) for t in (embed.inputs[0], embed.outputs[0])
+        )
+        runs = [self._stages[0].bind({embed.inputs[0].name: token_ids, embed.outputs[0].name: hidden})]
+        positions, fill = self._positions.bind(rows, self.kv.capacity)
+        for spec, stage in zip(blocks, self._stages[1:], strict=False):
+            buffers = {**positions, "hidden": hidden}
             for past in spec.kv_inputs:
                 cache = self.kv.buffers[past.name]
                 buffers[past.name] = buffers[past.name.replace("past.", "present.", 1)] = cache
             output = spec.outputs[0]
             hidden = buffers[output.name] = self.backend.allocate(output.sized(**sizes), output.dtype)
             runs.append(stage.bind(buffers))
-        assert hidden is not None
-        arrays = {name: buffer.array for name, buffer in shared.items()}
-        step = _Step(**arrays, runs=runs, last_hidden=hidden)
+        step = _Step(token_ids.array, fill, runs, hidden)
         if rows <= _CACHED_ROWS:
             self._steps[rows] = step
         return step

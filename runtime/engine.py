@@ -186,7 +186,6 @@ class Engine:
         sampler, stream, stops = Sampler(params, ids), self.codec.stream(), StopMatcher(params.stop)
         started = time.perf_counter()
         logits = self._prefill(ids, reuse_cache)
-        stats.prefill_seconds = time.perf_counter() - started
         while True:
             token_id, logprob, top = sampler.sample(logits[0])
             sampler.observe(token_id)
@@ -204,12 +203,17 @@ class Engine:
             if reason and not stops.matched:
                 text += stops.push(stream.flush())[0] + stops.flush()
                 reason = "stop" if stops.matched else reason
+            # Sampling and text are part of a token's cost; what the caller does with it is not.
+            seconds = time.perf_counter() - started
+            if stats.generated_tokens == 1:
+                stats.prefill_seconds = seconds
+            else:
+                stats.decode_seconds += seconds
             yield Token(token_id, text, logprob, top, reason, depth, None)
             if reason:
                 return
             started = time.perf_counter()
             logits = self._forward(request, [token_id])
-            stats.decode_seconds += time.perf_counter() - started
 
     def _prefill(self, ids: list[int], reuse_cache: bool) -> Array:
         """Run the part of the prompt that the cache does not hold; logits [1, V] of its last token."""

@@ -112,12 +112,17 @@ class FileInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json. ``parity`` and ``built_with`` are records for people, not read by the engine."""
+    """Everything in manifest.json. ``parity`` and ``built_with`` are records for people, not read by the engine.
+
+    ``row_multiple``: rows run in multiples of this, because a lone row may take another kernel and give other bits than
+    the same row among others. ``exits``: depths with a trained exit head.
+    """
 
     dialect: Literal["ort", "standard"]
     model: ModelInfo
     precision: PrecisionInfo
     kv: KVInfo
+    row_multiple: int
     stages: tuple[StageSpec, ...]
     exits: tuple[int, ...]
     text: TextInfo
@@ -165,7 +170,7 @@ def read_manifest(bundle: Path) -> Manifest:
         )
     try:
         return _parse(raw)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BundleError(f"{path} is damaged ({type(error).__name__}: {error}): build the bundle again") from None
 
 
@@ -218,14 +223,19 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     for name in raw["files"]:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the bundle")
+    text = TextInfo(**raw["text"])
+    for used in (*(stage.graph for stage in stages), text.tokenizer, text.chat_template):
+        if used is not None and used not in raw["files"]:  # so that nothing is read that was not hashed
+            raise ValueError(f"{used!r} is not among the files")
     return Manifest(
         dialect=raw["dialect"],
         model=ModelInfo(**model),
         precision=PrecisionInfo(**raw["precision"]),
         kv=KVInfo(**raw["kv"]),
+        row_multiple=raw["row_multiple"],
         stages=stages,
         exits=tuple(raw["exits"]),
-        text=TextInfo(**raw["text"]),
+        text=text,
         sampling=raw["sampling"],
         parity=raw["parity"],
         built_with=raw["built_with"],

@@ -6,7 +6,7 @@ Requests, with ``prompt_ids`` a list of token ids and all times in seconds:
 |---------|-----------------|--------------------------------------------------------------------------------------|
 | load    | engine-specific | ``rss_mb``, ``version``                                                              |
 | decode  | prompt_ids, n   | ``seconds_per_token`` over n greedy tokens, EOS ignored, after the first; ``token_ids`` |
-| prefill | prompt_ids      | ``seconds`` from an empty cache to the first token                                   |
+| prefill | prompt_ids      | ``seconds`` from an empty cache to the first token; ``token_id``                     |
 | rss     |                 | ``rss_mb``: resident now, ``peak_mb``: its high-water mark                           |
 
 A failed request answers ``{"error": ...}`` and the worker lives on. stdout belongs to the protocol: whatever a
@@ -30,8 +30,8 @@ class PeerEngine(Protocol):
     def decode(self, prompt_ids: list[int], n: int) -> tuple[float, list[int]]:
         """Generate ``n + 1`` greedy tokens; return seconds per token of the last n, and all of them."""
 
-    def prefill(self, prompt_ids: list[int]) -> float:
-        """Return the seconds from an empty cache to the first token."""
+    def prefill(self, prompt_ids: list[int]) -> tuple[float, int]:
+        """Return the seconds from an empty cache to the first token, and that token."""
 
 
 def memory_mb() -> dict[str, float]:
@@ -62,7 +62,8 @@ def serve(load: Any) -> None:
                 seconds, ids = engine.decode(request["prompt_ids"], request["n"])
                 answer = {"seconds_per_token": seconds, "token_ids": ids}
             elif op == "prefill":
-                answer = {"seconds": engine.prefill(request["prompt_ids"])}
+                seconds, token = engine.prefill(request["prompt_ids"])
+                answer = {"seconds": seconds, "token_id": token}
             else:
                 raise ValueError(f"unknown op {op!r}")
         except Exception as error:

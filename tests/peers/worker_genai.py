@@ -17,21 +17,12 @@ class GenaiEngine:
 
     def __init__(self, path: str, threads: int, context: int, **search: float) -> None:
         config = og.Config(path)
-        # EOS is moved out of the vocabulary: generation never stops, at no cost per token (min_length would
-        # mask a logit at every step).
-        config.overlay(
-            json.dumps(
-                {
-                    "model": {
-                        "eos_token_id": [],
-                        "decoder": {"session_options": {"intra_op_num_threads": threads}},
-                    }
-                }
-            )
-        )
+        session = {"intra_op_num_threads": threads}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self._model = og.Model(config)
         self._params = og.GeneratorParams(self._model)
-        self._params.set_search_options(max_length=context, do_sample=False, **search)
+        # min_length keeps EOS out of the argmax: one masked logit a step.
+        self._params.set_search_options(max_length=context, min_length=context, do_sample=False, **search)
 
     def _start(self, prompt_ids: list[int]) -> tuple[og.Generator, float]:
         """Prefill a fresh generator and pick its first token; returns it and the seconds taken."""
@@ -53,8 +44,9 @@ class GenaiEngine:
             raise RuntimeError(f"{len(ids)} tokens generated, {n + 1} expected")
         return seconds / n, ids
 
-    def prefill(self, prompt_ids: list[int]) -> float:
-        return self._start(prompt_ids)[1]
+    def prefill(self, prompt_ids: list[int]) -> tuple[float, int]:
+        generator, seconds = self._start(prompt_ids)
+        return seconds, int(generator.get_sequence(0)[-1])
 
 
 if __name__ == "__main__":

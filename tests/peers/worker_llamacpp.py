@@ -54,8 +54,9 @@ class LlamaCppEngine:
             ids.append(self._eval(ids[-1:]))
         return (time.perf_counter() - start) / n, ids
 
-    def prefill(self, prompt_ids: list[int]) -> float:
-        return self._start(prompt_ids)[1]
+    def prefill(self, prompt_ids: list[int]) -> tuple[float, int]:
+        token, seconds = self._start(prompt_ids)
+        return seconds, token
 
 
 if __name__ == "__main__":
