@@ -71,7 +71,9 @@ def plan_stages(
     """
     depth = spec.num_layers
     hidden = _hidden("hidden", spec, activations)
-    embed = StageSpec("embed", "embed", "embed.onnx", (0, 0), (TensorSpec("token_ids", "int64", ("B", "T")),), (hidden,))
+    embed = StageSpec(
+        "embed", "embed", "embed.onnx", (0, 0), (TensorSpec("token_ids", "int64", ("B", "T")),), (hidden,)
+    )
     blocks = tuple(_block(spec, index, layers, activations, positions) for index, layers in enumerate(ranges))
     logits = TensorSpec("logits", "float32", ("B", "T", spec.vocab_size))
     head = StageSpec("head", "head", "head.onnx", (depth, depth), (hidden,), (logits,))

@@ -23,6 +23,7 @@ def bundle_folder(out: Path, *, force: bool, needed_bytes: int) -> Iterator[Path
     Raises:
         BundleError: ``out`` is in use, or the disk is full or read-only.
     """
+    out = out.resolve()  # "." has no name, and a link is to stay one
     _check_target(out, force)
     parent = out.parent
     try:
@@ -79,7 +80,11 @@ def _publish(partial: Path, out: Path) -> None:
         return
     old = out.with_name(f".{out.name}.replaced-{os.getpid()}")
     os.rename(out, old)
-    os.rename(partial, out)
+    try:
+        os.rename(partial, out)
+    except OSError:
+        os.rename(old, out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -269,8 +269,7 @@ def inspect(bundle: Path, as_json: bool) -> None:
     print_table(("", ""), headlines(facts).items(), left=2)
     click.echo()
     rows = [
-        (row["stage"], _layers(row["layers"]), size(row["bytes"]), _cosine(row["cosine"]))
-        for row in facts["stages"]
+        (row["stage"], _layers(row["layers"]), size(row["bytes"]), _cosine(row["cosine"])) for row in facts["stages"]
     ]
     rows += [(name, "", size(count), "") for name, count in facts["shared_files"].items()]
     print_table(("stage", "layers", "size", "cosine"), rows)

@@ -4,6 +4,7 @@
 ONNX Runtime and TensorRT read.
 """
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -14,6 +15,16 @@ from eexport.runtime.manifest import TensorSpec
 
 DialectName = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A stored matrix [N, K]: its tensors and, when it is quantised, its bits and block size."""
+
+    parts: tuple[Stored, ...]
+    shape: tuple[int, int]
+    bits: int | None = None
+    block: int | None = None
 
 
 class Dialect(Protocol):
@@ -31,20 +42,24 @@ class Dialect(Protocol):
         """Store a norm's scale or a bias."""
         ...
 
-    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """Store a matrix [N, K] of a block."""
         ...
 
-    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """Store an embedding or head [V, D], in a form that serves as both."""
         ...
 
-    def linear(self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None) -> str:
+    def linear(self, graph: Graph, name: str, source: str, matrix: Matrix, bias: Stored | None) -> str:
         """``source`` [B, T, K] times the transposed matrix, plus the bias."""
         ...
 
     def norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
         """RMSNorm over the last axis."""
+        ...
+
+    def first_norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
+        """RMSNorm of a block's input, with the bits that ``add_norm`` gives it where no block begins."""
         ...
 
     def add_norm(
@@ -74,10 +89,10 @@ class Dialect(Protocol):
         """silu(gate) * up, from both halves in one tensor [B, T, 2·inner]."""
         ...
 
-    def embed(self, graph: Graph, table: tuple[Stored, ...], width: int) -> None:
+    def embed(self, graph: Graph, table: Matrix) -> None:
         """Nodes from ``token_ids`` to ``hidden``."""
         ...
 
-    def head(self, graph: Graph, source: str, table: tuple[Stored, ...]) -> None:
+    def head(self, graph: Graph, source: str, table: Matrix) -> None:
         """Nodes from normalised hidden states to ``logits``."""
         ...

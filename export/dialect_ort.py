@@ -4,9 +4,9 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from eexport.export.dialect import DialectName, Precision
+from eexport.export.dialect import DialectName, Matrix, Precision
 from eexport.export.graph import Graph, Stored, WeightFile
-from eexport.export.quantize import Quantized, quantize
+from eexport.export.quantize import Quantized, block_for, quantize
 from eexport.models.spec import ModelSpec
 from eexport.runtime.manifest import TensorSpec
 
@@ -28,37 +28,46 @@ class OrtDialect:
         """See ``Dialect``."""
         return file.add(name, vector.float().numpy())
 
-    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.precision)
 
-    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.vocab_precision)
 
-    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> tuple[Stored, ...]:
+    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> Matrix:
+        rows, columns = weight.shape
         if precision not in _BITS:
             dtype = torch.float16 if precision == "fp16" else torch.float32
-            return (file.add(name, weight.to(dtype).numpy()),)
-        quantized = quantize(weight, _BITS[precision], self.block_size, torch.float32)
+            return Matrix((file.add(name, weight.to(dtype).numpy()),), (rows, columns))
+        bits, block = _BITS[precision], block_for(columns, self.block_size)
+        assert block is not None  # checked before the build
+        quantized = quantize(weight, bits, block, torch.float32)
         values = file.add(f"{name}.values", _packed(quantized).numpy())
-        return values, file.add(f"{name}.scales", quantized.scales.numpy())
+        return Matrix((values, file.add(f"{name}.scales", quantized.scales.numpy())), (rows, columns), bits, block)
 
-    def linear(self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None) -> str:
+    def linear(self, graph: Graph, name: str, source: str, matrix: Matrix, bias: Stored | None) -> str:
         """See ``Dialect``."""
-        if len(matrix) == 1:
-            weight = _as_float(graph, matrix[0])
+        if matrix.bits is None:
+            weight = _as_float(graph, matrix.parts[0])
             product = graph.one("FusedMatMul", [source, weight], name, domain=_MS, transB=1)
             return product if bias is None else graph.one("Add", [product, graph.weight(bias)], f"{name}/bias")
-        inputs = [source, *(graph.weight(part) for part in matrix)]
+        inputs = [source, *(graph.weight(part) for part in matrix.parts)]
         if bias is not None:
             inputs += ["", "", graph.weight(bias)]  # no zero points, no group index
+        sizes = {"N": matrix.shape[0], "K": matrix.shape[1], "bits": matrix.bits, "block_size": matrix.block}
         # accuracy_level 4: int8 activations, scaled per row and block. Rows stay independent and it is the fastest.
-        return graph.one("MatMulNBits", inputs, name, domain=_MS, accuracy_level=4, **self._sizes(matrix[0]))
+        return graph.one("MatMulNBits", inputs, name, domain=_MS, accuracy_level=4, **sizes)
 
     def norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
         """See ``Dialect``."""
         return graph.one("SimplifiedLayerNormalization", [source, graph.weight(scale)], name, axis=-1, epsilon=eps)
+
+    def first_norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
+        """See ``Dialect``. The fused operator sums in another order than the plain one, so it serves here too."""
+        nothing = graph.one("Sub", [source, source], f"{name}/nothing")
+        return self.add_norm(graph, name, source, nothing, scale, eps, None)[1]
 
     def add_norm(
         self, graph: Graph, name: str, residual: str, delta: str, scale: Stored, eps: float, exposed: str | None
@@ -94,14 +103,26 @@ class OrtDialect:
     ) -> str:
         """See ``Dialect``. One node where folded attention takes fifteen: each costs 1-2 µs whatever it computes."""
         caches = [f"{layer}.key", f"{layer}.value"]
-        inputs = [qkv, "", "", *(f"past.{c}" for c in caches), "last_index", "total_length", "cos_table", "sin_table"]
-        scales = ["", ""] if norms is None else [graph.weight(scale) for scale in norms]
-        # position_ids, attention_bias, head_sink, k_scale and v_scale are not used
-        inputs += [""] * 5 + [*scales, "new_rows"]
-        attributes = {} if norms is None else {"qk_norm_epsilon": spec.rms_norm_eps}
+        projections = [qkv, "", ""] if norms is None else self._normed(graph, spec, name, qkv, norms)
+        inputs = [*projections, *(f"past.{c}" for c in caches), "last_index", "total_length", "cos_table", "sin_table"]
+        # position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm_weight and k_norm_weight are not used
+        inputs += [""] * 7 + ["new_rows"]
         outputs = [name, *(f"present.{c}" for c in caches)]
         heads = {"num_heads": spec.num_heads, "kv_num_heads": spec.num_kv_heads}
-        return graph.op("GroupQueryAttention", inputs, name, outputs, domain=_MS, do_rotary=1, **heads, **attributes)[0]
+        return graph.op("GroupQueryAttention", inputs, name, outputs, domain=_MS, do_rotary=1, **heads)[0]
+
+    def _normed(self, graph: Graph, spec: ModelSpec, name: str, qkv: str, norms: tuple[Stored, Stored]) -> list[str]:
+        """Query, key and value [B, T, heads·Hd] with QK-norm, which GroupQueryAttention itself lacks on CPUs."""
+        widths = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        parts = [f"{name}/{kind}" for kind in "qkv"]
+        graph.op("Split", [qkv, graph.ints("split.q_k_v", widths)], f"{name}/split", parts, axis=-1)
+        normed = []
+        for part, width, scale in zip(parts, widths, norms, strict=False):
+            # [B, T, heads·Hd] -> [B, T, heads, Hd] and back
+            heads = graph.one("Reshape", [part, graph.ints("shape.heads", [0, 0, -1, spec.head_dim])], f"{part}/heads")
+            heads = self.norm(graph, f"{part}_norm", heads, scale, spec.rms_norm_eps)
+            normed.append(graph.one("Reshape", [heads, graph.ints(f"shape.{width}", [0, 0, width])], f"{part}/flat"))
+        return [*normed, parts[2]]
 
     def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
         """See ``Dialect``."""
@@ -110,33 +131,30 @@ class OrtDialect:
         silu = graph.one("QuickGelu", [gate], f"{name}/silu", domain=_MS, alpha=1.0)
         return graph.one("Mul", [silu, up], f"{name}/gated")
 
-    def embed(self, graph: Graph, table: tuple[Stored, ...], width: int) -> None:
+    def embed(self, graph: Graph, table: Matrix) -> None:
         """See ``Dialect``."""
-        if len(table) == 1:
-            rows = graph.one("Gather", [graph.weight(table[0]), "token_ids"], "/rows", axis=0)
+        if table.bits is None:
+            rows = graph.one("Gather", [graph.weight(table.parts[0]), "token_ids"], "/rows", axis=0)
             graph.one("Cast", [rows], "hidden", to=TensorProto.FLOAT)
             return
-        sizes = self._sizes(table[0])
-        flat = table[0].viewed((sizes["N"], sizes["K"] * sizes["bits"] // 8))
-        inputs = [graph.weight(flat), "token_ids", graph.weight(table[1])]
-        form = {"block_size": sizes["block_size"], "bits": sizes["bits"]}
+        flat = table.parts[0].viewed((table.shape[0], table.shape[1] * table.bits // 8))
+        inputs = [graph.weight(flat), "token_ids", graph.weight(table.parts[1])]
+        form = {"block_size": table.block, "bits": table.bits}
         graph.one("GatherBlockQuantized", inputs, "hidden", domain=_MS, gather_axis=0, quantize_axis=1, **form)
 
-    def head(self, graph: Graph, source: str, table: tuple[Stored, ...]) -> None:
+    def head(self, graph: Graph, source: str, table: Matrix) -> None:
         """See ``Dialect``."""
         self.linear(graph, "logits", source, table, None)
-
-    def _sizes(self, values: Stored) -> dict[str, int]:
-        """Attributes of MatMulNBits, read off the packed integers [N, K/block, bytes]."""
-        rows, blocks, packed = values.shape
-        bits = packed * 8 // self.block_size
-        return {"N": rows, "K": blocks * self.block_size, "bits": bits, "block_size": self.block_size}
 
 
 def _as_float(graph: Graph, stored: Stored) -> str:
     """The stored matrix in fp32; fp16 is widened once, when the graph is loaded."""
     weight = graph.weight(stored)
-    return weight if stored.onnx_type == TensorProto.FLOAT else graph.one("Cast", [weight], f"{weight}/fp32", to=TensorProto.FLOAT)
+    return (
+        weight
+        if stored.onnx_type == TensorProto.FLOAT
+        else graph.one("Cast", [weight], f"{weight}/fp32", to=TensorProto.FLOAT)
+    )
 
 
 def _packed(quantized: Quantized) -> Tensor:

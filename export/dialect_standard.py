@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from torch import Tensor
 
-from eexport.export.dialect import DialectName, Precision
+from eexport.export.dialect import DialectName, Matrix, Precision
 from eexport.export.folded import folded_attention, masked_inputs
 from eexport.export.graph import Graph, Stored, WeightFile
-from eexport.export.quantize import quantize
+from eexport.export.quantize import block_for, quantize
 from eexport.models.spec import ModelSpec
 from eexport.runtime.manifest import TensorSpec
 
-_QUANTIZED = ("int8", "int4")
+_BITS = {"int8": 8, "int4": 4}
 
 
 class StandardDialect:
@@ -42,40 +42,47 @@ class StandardDialect:
         """See ``Dialect``."""
         return file.add(name, vector.to(self._torch_dtype).numpy())
 
-    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.precision)
 
-    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> tuple[Stored, ...]:
+    def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.vocab_precision)
 
-    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> tuple[Stored, ...]:
-        if precision not in _QUANTIZED:
-            return (file.add(name, weight.t().to(self._torch_dtype).contiguous().numpy()),)
-        quantized = quantize(weight, 8 if precision == "int8" else 4, self.block_size, torch.float16)
+    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> Matrix:
+        rows, columns = weight.shape
+        if precision not in _BITS:
+            transposed = weight.t().to(self._torch_dtype).contiguous().numpy()
+            return Matrix((file.add(name, transposed),), (rows, columns))
+        bits, block = _BITS[precision], block_for(columns, self.block_size)
+        assert block is not None  # checked before the build
+        quantized = quantize(weight, bits, block, torch.float16)
         signed = (quantized.values.short() - quantized.middle).to(torch.int8).flatten(-2)
         values = signed.t().contiguous().numpy()  # [K, N]
-        if precision == "int8":
+        if bits == 8:
             stored = file.add(f"{name}.values", values)
         else:
             stored = file.add(f"{name}.values", _packed(values), TensorProto.INT4, values.shape)
-        return stored, file.add(f"{name}.scales", quantized.scales.t().half().contiguous().numpy())  # [K/block, N]
+        scales = file.add(f"{name}.scales", quantized.scales.t().half().contiguous().numpy())  # [K/block, N]
+        return Matrix((stored, scales), (rows, columns), bits, block)
 
-    def linear(
-        self, graph: Graph, name: str, source: str, matrix: tuple[Stored, ...], bias: Stored | None
-    ) -> str:
+    def linear(self, graph: Graph, name: str, source: str, matrix: Matrix, bias: Stored | None) -> str:
         """See ``Dialect``."""
-        weight = graph.weight(matrix[0])
-        if len(matrix) > 1:
-            parts = [graph.weight(part) for part in matrix]
-            weight = graph.one("DequantizeLinear", parts, f"{name}/weight", axis=0, block_size=self.block_size)
+        weight = graph.weight(matrix.parts[0])
+        if matrix.bits is not None:
+            parts = [graph.weight(part) for part in matrix.parts]
+            weight = graph.one("DequantizeLinear", parts, f"{name}/weight", axis=0, block_size=matrix.block)
         product = graph.one("MatMul", [source, weight], name)
         return product if bias is None else graph.one("Add", [product, graph.weight(bias)], f"{name}/bias")
 
     def norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
         """See ``Dialect``."""
         return graph.one("RMSNormalization", [source, graph.weight(scale)], name, axis=-1, epsilon=eps)
+
+    def first_norm(self, graph: Graph, name: str, source: str, scale: Stored, eps: float) -> str:
+        """See ``Dialect``."""
+        return self.norm(graph, name, source, scale, eps)
 
     def add_norm(
         self,
@@ -97,7 +104,7 @@ class StandardDialect:
 
     def row_multiple(self, spec: ModelSpec) -> int:
         """See ``Dialect``. Folded heads keep rows together, unless there is one head a group."""
-        quantized = self.precision in _QUANTIZED
+        quantized = self.precision in _BITS
         return 2 if spec.num_heads == spec.num_kv_heads or (quantized and self.block_size > 32) else 1
 
     def attention(
@@ -112,36 +119,35 @@ class StandardDialect:
         gate, up = graph.op("Split", [both, sizes], f"{name}/split", [f"{name}/gate", f"{name}/up"], axis=-1)
         return graph.one("Mul", [graph.one("Swish", [gate], f"{name}/silu"), up], f"{name}/gated")
 
-    def embed(self, graph: Graph, table: tuple[Stored, ...], width: int) -> None:
+    def embed(self, graph: Graph, table: Matrix) -> None:
         """See ``Dialect``. The table is [D, V], the head's orientation, so rows are gathered along axis 1."""
-        if len(table) == 1:
-            columns = graph.one(
-                "Gather", [graph.weight(table[0]), "token_ids"], "/columns", axis=1
-            )  # [D, B, T]
+        if table.bits is None:
+            columns = graph.one("Gather", [graph.weight(table.parts[0]), "token_ids"], "/columns", axis=1)  # [D, B, T]
         else:
-            columns = self._gather_quantized(graph, table, width)
+            columns = self._gather_quantized(graph, table)
         graph.one("Transpose", [columns], "hidden", perm=[1, 2, 0])
 
-    def _gather_quantized(self, graph: Graph, table: tuple[Stored, ...], width: int) -> str:
+    def _gather_quantized(self, graph: Graph, table: Matrix) -> str:
         """Columns [D, B, T] of an int8 table, dequantised after they are gathered."""
         # The scale of 1 around Gather is for TensorRT, see above. Both runtimes drop it and gather int8; with
         # the real scales ONNX Runtime would dequantise the whole table for every token. The Cast keeps it
         # from moving DequantizeLinear past Reshape, which it does wrongly.
         unit = [graph.scalar("one", 1.0, "float32"), graph.scalar("zero", 0, "int8")]
-        values = graph.one("DequantizeLinear", [graph.weight(table[0]), *unit], "/table")
+        values = graph.one("DequantizeLinear", [graph.weight(table.parts[0]), *unit], "/table")
         values = graph.one("Gather", [values, "token_ids"], "/columns", axis=1)  # [D, B, T]
         values = graph.one("QuantizeLinear", [values, *unit], "/integers")
         values = graph.one("DequantizeLinear", [values, *unit], "/integers/fp32")
         values = graph.one("Cast", [values], "/values", to=TensorProto.FLOAT16)
-        scales = graph.one("Gather", [graph.weight(table[1]), "token_ids"], "/scales", axis=1)
-        # [D, B, T] -> [D/32, 32, B·T], times scales [D/32, 1, B·T]
-        blocks = graph.ints("shape.blocks", [width // self.block_size, self.block_size, -1])
-        shape = graph.ints("shape.scales", [width // self.block_size, 1, -1])
+        scales = graph.one("Gather", [graph.weight(table.parts[1]), "token_ids"], "/scales", axis=1)
+        # [D, B, T] -> [D/block, block, B·T], times scales [D/block, 1, B·T]
+        block = table.block or 1
+        blocks = graph.ints("shape.blocks", [table.shape[1] // block, block, -1])
+        shape = graph.ints("shape.scales", [table.shape[1] // block, 1, -1])
         scales = graph.one("Reshape", [scales, shape], "/block_scales")
         scaled = graph.one("Mul", [graph.one("Reshape", [values, blocks], "/blocks"), scales], "/scaled")
         return graph.one("Reshape", [scaled, graph.one("Shape", [values], "/shape")], "/dequantized")
 
-    def head(self, graph: Graph, source: str, table: tuple[Stored, ...]) -> None:
+    def head(self, graph: Graph, source: str, table: Matrix) -> None:
         """See ``Dialect``."""
         product = self.linear(graph, "/lm_head", source, table, None)
         graph.one("Cast", [product], "logits", to=TensorProto.FLOAT)

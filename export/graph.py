@@ -52,7 +52,9 @@ class WeightFile:
         self._name = path.name
         self._stream: BinaryIO = path.open("xb")
 
-    def add(self, name: str, array: NDArray[np.generic], onnx_type: int | None = None, shape: Sequence[int] = ()) -> Stored:
+    def add(
+        self, name: str, array: NDArray[np.generic], onnx_type: int | None = None, shape: Sequence[int] = ()
+    ) -> Stored:
         """Write ``array``; ``onnx_type`` and ``shape`` are given for types numpy lacks, such as packed uint4."""
         self._stream.write(bytes(-self._stream.tell() % _PAGE))
         offset = self._stream.tell()

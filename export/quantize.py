@@ -13,6 +13,11 @@ BLOCK_SIZES = (32, 64, 128)
 _INT4_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
+def block_for(width: int, wanted: int) -> int | None:
+    """The largest block size up to ``wanted`` that divides a matrix's input width K; None when none does."""
+    return max((size for size in BLOCK_SIZES if size <= wanted and width % size == 0), default=None)
+
+
 @dataclass(frozen=True)
 class Quantized:
     """Integers with a scale per block: w = (values - middle) * scale.
@@ -37,13 +42,13 @@ class Quantized:
         return ((self.values.float() - self.middle) * self.scales[..., None]).flatten(-2)
 
 
-def quantize(weight: Tensor, bits: int, block_size: int, scale_dtype: torch.dtype) -> Quantized:
-    """Quantise a weight [N, K] whose K is a multiple of ``block_size``, some rows at a time.
+def quantize(weight: Tensor, bits: int, block: int, scale_dtype: torch.dtype) -> Quantized:
+    """Quantise a weight [N, K] whose K is a multiple of ``block``, some rows at a time.
 
     ``scale_dtype`` is the type the scales will be stored in: integers are chosen for the scale as stored.
     """
     method = _int8 if bits == 8 else _int4
-    parts = [method(rows.unflatten(-1, (-1, block_size)), scale_dtype) for rows in weight.split(4096)]
+    parts = [method(rows.unflatten(-1, (-1, block)), scale_dtype) for rows in weight.split(4096)]
     return Quantized(bits, torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts]))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eexport.export.dialect import Dialect
+from eexport.export.dialect import Dialect, Matrix
 from eexport.export.graph import Graph, Stored, WeightFile
 from eexport.models.spec import ModelSpec
 from eexport.runtime.manifest import StageSpec
@@ -43,7 +43,7 @@ class BlockGraph:
         """Add the pending delta to the residual stream and normalise; ``layer`` names the depth reached, if any."""
         scale = self._dialect.store_vector(self._file, f"{name}.weight", weight)
         if not self._delta:
-            return self._dialect.norm(self._graph, name, self._residual, scale, self._spec.rms_norm_eps)
+            return self._dialect.first_norm(self._graph, name, self._residual, scale, self._spec.rms_norm_eps)
         exposed = f"hidden.{layer}" if layer in self._exposed else None
         self._residual, normed = self._dialect.add_norm(
             self._graph, name, self._residual, self._delta, scale, self._spec.rms_norm_eps, exposed
@@ -57,7 +57,9 @@ class BlockGraph:
         norms = None
         if self._spec.qk_norm:
             query, key = (
-                self._dialect.store_vector(self._file, f"{name}/{kind}_norm.weight", tensors[f"self_attn.{kind}_norm.weight"])
+                self._dialect.store_vector(
+                    self._file, f"{name}/{kind}_norm.weight", tensors[f"self_attn.{kind}_norm.weight"]
+                )
                 for kind in "qk"
             )
             norms = (query, key)
@@ -72,20 +74,22 @@ class BlockGraph:
             bias = torch.cat([tensors.get(f"{p}.bias", torch.zeros(n)) for p, n in zip(parts, rows, strict=True)])
         matrix = self._dialect.store_matrix(self._file, f"{name}.weight", weight)
         return self._dialect.linear(
-            self._graph, name, source, matrix, None if bias is None else self._dialect.store_vector(self._file, f"{name}.bias", bias)
+            self._graph,
+            name,
+            source,
+            matrix,
+            None if bias is None else self._dialect.store_vector(self._file, f"{name}.bias", bias),
         )
 
 
-def embed_graph(stage: StageSpec, dialect: Dialect, table: tuple[Stored, ...], folder: Path) -> None:
+def embed_graph(stage: StageSpec, dialect: Dialect, table: Matrix, folder: Path) -> None:
     """Write the embedding stage from its stored table."""
     graph = Graph(stage)
-    dialect.embed(graph, table, int(stage.outputs[0].shape[-1]))
+    dialect.embed(graph, table)
     graph.save(folder)
 
 
-def head_graph(
-    spec: ModelSpec, stage: StageSpec, dialect: Dialect, table: tuple[Stored, ...], norm: Stored, folder: Path
-) -> None:
+def head_graph(spec: ModelSpec, stage: StageSpec, dialect: Dialect, table: Matrix, norm: Stored, folder: Path) -> None:
     """Write the final norm and LM head; ``table`` may be the embedding's own."""
     graph = Graph(stage)
     normed = dialect.norm(graph, "/norm", "hidden", norm, spec.rms_norm_eps)

@@ -127,9 +127,7 @@ def _checked(spec: ModelSpec, weights: Weights, where: str) -> ModelSpec:
             )
         unused.remove(_HEAD)
     if unused:
-        raise CheckpointError(
-            f"{where}: holds what {spec.architecture} does not use: {_listed(sorted(unused))}"
-        )
+        raise CheckpointError(f"{where}: holds what {spec.architecture} does not use: {_listed(sorted(unused))}")
     return spec
 
 
@@ -138,9 +136,7 @@ def _listed(items: list[str]) -> str:
     return shown if len(items) <= 3 else f"{shown} and {len(items) - 3} more"
 
 
-def _source(
-    name: str, form: str, config: Mapping[str, Any], spec: ModelSpec, weights: Weights
-) -> dict[str, str]:
+def _source(name: str, form: str, config: Mapping[str, Any], spec: ModelSpec, weights: Weights) -> dict[str, str]:
     counts = Counter(weights.dtype(tensor) for tensor in spec.tensor_shapes())
     source = {
         "name": name,
@@ -148,7 +144,5 @@ def _source(
         "dtypes": ", ".join(f"{dtype} {n}" for dtype, n in counts.most_common()),
     }
     if spec.context_length < config["max_position_embeddings"]:
-        source["context"] = (
-            f"{spec.context_length} of {config['max_position_embeddings']} tokens: the sliding window"
-        )
+        source["context"] = f"{spec.context_length} of {config['max_position_embeddings']} tokens: the sliding window"
     return source

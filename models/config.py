@@ -38,14 +38,10 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], w
     fields = Fields(config, where)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise fields.error(
-            "model_type", f"{model_type!r} is not supported (known: {', '.join(ARCHITECTURES)})"
-        )
+        raise fields.error("model_type", f"{model_type!r} is not supported (known: {', '.join(ARCHITECTURES)})")
     architecture = ARCHITECTURES[model_type]
     if config.get("quantization_config"):
-        raise fields.error(
-            "quantization_config", "is not supported; use the unquantised checkpoint or a GGUF file"
-        )
+        raise fields.error("quantization_config", "is not supported; use the unquantised checkpoint or a GGUF file")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error("hidden_act", f"{config['hidden_act']!r} is not supported (known: silu)")
 
@@ -56,9 +52,7 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any], w
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     head_dim = fields.integer("head_dim", architecture.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
-        raise fields.error(
-            "num_key_value_heads", f"{num_kv_heads} does not divide the {num_heads} attention heads"
-        )
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide the {num_heads} attention heads")
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, which RoPE does not allow")
     ids = [Fields(generation, "generation_config.json"), fields]

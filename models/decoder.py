@@ -53,8 +53,7 @@ class DecoderLayer:
         """Read layer number `layer`."""
         self.spec = spec
         self.tensors = {
-            name: torch.from_numpy(weights.read(f"model.layers.{layer}.{name}"))
-            for name in spec.layer_shapes()
+            name: torch.from_numpy(weights.read(f"model.layers.{layer}.{name}")) for name in spec.layer_shapes()
         }
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV) -> Tensor:
@@ -72,12 +71,8 @@ class DecoderLayer:
         key, value = kv.append(_rotate(key, cos, sin), value)
         past = kv.length - rows
         causal = torch.ones(rows, kv.length, dtype=torch.bool).tril(past)  # [T, S]
-        mixed = F.scaled_dot_product_attention(
-            _rotate(query, cos, sin), key, value, attn_mask=causal, enable_gqa=True
-        )
-        return self._linear(
-            "self_attn.o_proj", mixed.transpose(1, 2).flatten(2)
-        )  # [B, H, T, Hd] to [B, T, H·Hd]
+        mixed = F.scaled_dot_product_attention(_rotate(query, cos, sin), key, value, attn_mask=causal, enable_gqa=True)
+        return self._linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))  # [B, H, T, Hd] to [B, T, H·Hd]
 
     def _heads(self, name: str, hidden: Tensor) -> Tensor:
         # [B, T, heads·Hd] to [B, heads, T, Hd]
@@ -103,9 +98,7 @@ class Decoder:
     @classmethod
     def from_weights(cls, spec: ModelSpec, weights: Weights) -> "Decoder":
         """Read every tensor into memory, in fp32."""
-        embedding, norm = (
-            torch.from_numpy(weights.read(f"model.{n}.weight")) for n in ("embed_tokens", "norm")
-        )
+        embedding, norm = (torch.from_numpy(weights.read(f"model.{n}.weight")) for n in ("embed_tokens", "norm"))
         head = embedding if spec.tie_word_embeddings else torch.from_numpy(weights.read("lm_head.weight"))
         layers = [DecoderLayer(spec, layer, weights) for layer in range(spec.num_layers)]
         return cls(spec, embedding, layers, norm, head)

@@ -46,9 +46,7 @@ def config_from_gguf(file: GgufFile) -> dict[str, Any]:
         config["head_dim"] = head_dim
         config["partial_rotary_factor"] = get("rope.dimension_count", head_dim) / head_dim
         if get("attention.value_length", head_dim) != head_dim:
-            raise CheckpointError(
-                f"{file.path}: {name}.attention.value_length differs from key_length: not supported"
-            )
+            raise CheckpointError(f"{file.path}: {name}.attention.value_length differs from key_length: not supported")
     if window := get("attention.sliding_window"):
         config |= {"sliding_window": window, "layer_types": ["sliding_attention"]}
     return config

@@ -60,15 +60,11 @@ def _parse(path: Path, cursor: "_Cursor") -> GgufFile:
         raise CheckpointError(f"{path}: is not a GGUF file")
     version = cursor.scalar("<I")
     if version not in (2, 3):
-        raise CheckpointError(
-            f"{path}: GGUF version {version} is not supported (known: 2 and 3, little-endian)"
-        )
+        raise CheckpointError(f"{path}: GGUF version {version} is not supported (known: 2 and 3, little-endian)")
     tensor_count, key_count = cursor.scalar("<Q"), cursor.scalar("<Q")
     metadata = {cursor.string(): cursor.value() for _ in range(key_count)}
     if (splits := metadata.get("split.count", 0)) > 1:
-        raise CheckpointError(
-            f"{path}: is one of {splits} splits; join them first with llama-gguf-split --merge"
-        )
+        raise CheckpointError(f"{path}: is one of {splits} splits; join them first with llama-gguf-split --merge")
     table = [_tensor_info(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     start = -(-cursor.position // alignment) * alignment

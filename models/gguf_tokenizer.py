@@ -41,13 +41,9 @@ def tokenizer_from_gguf(file: GgufFile) -> TokenizerFiles:
     elif model == "llama":
         tokenizer, adds_bos = _sentencepiece(file, tokens, types), True
     else:
-        raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.model {model!r} is not supported (known: gpt2, llama)"
-        )
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.model {model!r} is not supported (known: gpt2, llama)")
     added = [(i, kind) for i, kind in enumerate(types) if kind in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_tokens(
-        [AddedToken(tokens[i], special=kind == _CONTROL, normalized=False) for i, kind in added]
-    )
+    tokenizer.add_tokens([AddedToken(tokens[i], special=kind == _CONTROL, normalized=False) for i, kind in added])
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
     special = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
     if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and (bos := special.get("bos_token")):
@@ -60,9 +56,7 @@ def tokenizer_from_gguf(file: GgufFile) -> TokenizerFiles:
 def _required(file: GgufFile, name: str) -> list[Any]:
     values = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not values:
-        raise CheckpointError(
-            f"{file.path}: has no tokenizer.ggml.{name}; convert it again with its tokenizer"
-        )
+        raise CheckpointError(f"{file.path}: has no tokenizer.ggml.{name}; convert it again with its tokenizer")
     return values
 
 
@@ -97,9 +91,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Token
     )
     unknown = next((token for token, i in vocab.items() if types[i] == _UNKNOWN), None)
     merges = [(left, right) for _, _, left, right in ranked]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces = normalizers.Replace(" ", "▁")
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):

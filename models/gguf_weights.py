@@ -43,9 +43,7 @@ def open_gguf_weights(file: GgufFile, permuted_heads: Mapping[str, int]) -> Mapp
     def decode(name: str, entry: Entry, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         values = _dequantize(entry, raw)
         projection = name.split(".")[-2]
-        return (
-            _separate_halves(values, permuted_heads[projection]) if projection in permuted_heads else values
-        )
+        return _separate_halves(values, permuted_heads[projection]) if projection in permuted_heads else values
 
     return MappedWeights({_hf_name(name): entry for name, entry in file.tensors.items()}, decode)
 

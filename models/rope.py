@@ -49,12 +49,8 @@ def _parameters(config: Fields) -> Fields:
     flat = {key: config.values.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     nested = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
-        raise config.error(
-            "rope_parameters", "is not one set of values for all layers, which is not supported"
-        )
-    context = config.values.get("original_max_position_embeddings") or nested.get(
-        "original_max_position_embeddings"
-    )
+        raise config.error("rope_parameters", "is not one set of values for all layers, which is not supported")
+    context = config.values.get("original_max_position_embeddings") or nested.get("original_max_position_embeddings")
     return Fields(
         {**flat, "max_position_embeddings": config.values.get("max_position_embeddings"), **nested}
         | {"original_max_position_embeddings": context or config.values.get("max_position_embeddings")},

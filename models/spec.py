@@ -77,9 +77,7 @@ class ModelSpec:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor the decoder needs, by its Hugging Face name, with its shape."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, self.hidden_size)
-        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             for name, shape in self.layer_shapes().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape

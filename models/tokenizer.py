@@ -33,9 +33,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     if not path.is_file():
         hint = ""
         if (folder / "tokenizer.model").is_file():
-            hint = (
-                "; make it from tokenizer.model with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
+            hint = "; make it from tokenizer.model with AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         raise CheckpointError(f"{folder}: has no tokenizer.json{hint}")
     text = path.read_text(encoding="utf-8")
     try:  # a broken file should be reported here, not on the device
@@ -58,9 +56,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8")
-    template = config.get("chat_template") or read_json_if_present(folder / "chat_template.json").get(
-        "chat_template"
-    )
+    template = config.get("chat_template") or read_json_if_present(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {item.get("name"): item.get("template") for item in template}.get("default")
     return template if isinstance(template, str) else None

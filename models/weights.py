@@ -106,9 +106,7 @@ def open_safetensors(folder: Path) -> MappedWeights:
         entries |= _read_header(folder / Path(shard).name)
     for name, shard in index.items():
         if name not in entries or entries[name].path.name != shard:
-            raise CheckpointError(
-                f"{folder / shard}: lacks tensor {name} of {index_path.name}; download both again"
-            )
+            raise CheckpointError(f"{folder / shard}: lacks tensor {name} of {index_path.name}; download both again")
     return MappedWeights(entries, lambda _, entry, raw: to_float32(entry.dtype, raw))
 
 
@@ -134,9 +132,7 @@ def _read_header(path: Path) -> dict[str, Entry]:
 def _entry(path: Path, name: str, tensor: dict[str, Any], data_start: int, total: int) -> Entry:
     dtype, shape, (begin, end) = tensor["dtype"], tuple(tensor["shape"]), tensor["data_offsets"]
     if dtype not in _ITEM_SIZE:
-        raise CheckpointError(
-            f"{path}: tensor {name} is stored as {dtype} (allowed: {', '.join(_ITEM_SIZE)})"
-        )
+        raise CheckpointError(f"{path}: tensor {name} is stored as {dtype} (allowed: {', '.join(_ITEM_SIZE)})")
     size = math.prod(shape) * _ITEM_SIZE[dtype]
     if begin < 0 or end - begin != size or data_start + end > total:
         raise CheckpointError(f"{path}: is truncated within tensor {name}; download it again")

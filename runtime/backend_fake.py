@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eexport.runtime.backend import Array
+from eexport.runtime.backend import Array, Buffer
 from eexport.runtime.manifest import StageSpec
 
 
@@ -28,7 +28,7 @@ class FakeStage:
         self._spec = spec
         self._next_token = next_token
 
-    def bind(self, buffers: Mapping[str, FakeBuffer]) -> Callable[[], None]:
+    def bind(self, buffers: Mapping[str, Buffer]) -> Callable[[], None]:
         """See ``backend.Stage.bind``."""
         source = buffers[self._spec.inputs[0].name].array
         target = buffers[self._spec.outputs[0].name].array
@@ -46,10 +46,14 @@ class FakeStage:
 
         return run
 
-    def _write_kv(self, buffers: Mapping[str, FakeBuffer], source: Array) -> None:
-        start = int(buffers["write_index"].array[0])
+    def _write_kv(self, buffers: Mapping[str, Buffer], source: Array) -> None:
+        rows = source.shape[1]
+        if "write_index" in buffers:
+            start = int(buffers["write_index"].array[0])
+        else:
+            start = int(buffers["last_index"].array[0]) + 1 - rows
         for spec in self._spec.kv_inputs:
-            buffers[spec.name].array[0, :, start : start + source.shape[1]] = source[0, :, :1]
+            buffers[spec.name].array[0, :, start : start + rows] = source[0, :, :1]
 
 
 class FakeBackend:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from eexport.runtime.backend import Array, Backend, Buffer, Stage
+from eexport.runtime.hugepages import huge_page_heap
 from eexport.runtime.kv import KVCache
 from eexport.runtime.manifest import Manifest
 from eexport.runtime.positions import Fill, positions_for
@@ -40,7 +41,9 @@ class Chain:
         self.manifest = manifest
         self.backend = backend
         self.kv = KVCache(manifest, backend, context)
-        self._stages: list[Stage] = [backend.load(bundle / stage.graph, stage) for stage in manifest.stages]
+        weights = sum(info.bytes for name, info in manifest.files.items() if name.endswith(".bin"))
+        with huge_page_heap(weights + weights // 3):  # a third more: what kernels precompute from them
+            self._stages: list[Stage] = [backend.load(bundle / stage.graph, stage) for stage in manifest.stages]
         self._positions = positions_for(manifest.blocks[0], manifest.model, backend)
         self._multiple = manifest.row_multiple
         self._steps: dict[int, _Step] = {}

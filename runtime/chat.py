@@ -68,9 +68,7 @@ def converse(
             _turn(conversation, text, say, note)
 
 
-def _turn(
-    conversation: Conversation, text: str, say: Callable[[str], None], note: Callable[[str], None]
-) -> None:
+def _turn(conversation: Conversation, text: str, say: Callable[[str], None], note: Callable[[str], None]) -> None:
     try:
         reason = conversation.reply(text, say)
     except RequestError as error:

@@ -29,25 +29,9 @@ def guarded(command: Callable[[], object]) -> int:
         result = command()
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except click.ClickException as error:
-        context = error.ctx if isinstance(error, click.UsageError) else None
-        hint = f" (see {context.command_path} --help)" if context else ""
-        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
-    except EexportError as error:
-        return _fail(str(error), error.exit_code)
-    except MemoryError:
-        return _fail("out of memory: use a smaller --context, or a machine with more", 2)
-    except BrokenPipeError:
-        _drop_output()
-        return 1
-    except OSError as error:
-        if error.filename is None:  # no file of ours: standard output itself, e.g. on a full disk
-            _drop_output()
-        return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 2)
-    except (click.Abort, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    except SystemExit as error:  # from _terminate, or from click for a closed pipe
-        return error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        code = _exit_of(error)
+        return _explain(error) if code is None else code
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -142,6 +126,37 @@ def _let_text_through() -> None:
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+def _exit_of(error: BaseException | None) -> int | None:
+    """The code of an end that was asked for; code in C may have turned that into an error of another kind."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return 128 + signal.SIGINT
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else 1
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _explain(error: BaseException) -> int:
+    """Say in a line what went wrong; what is no user's error is raised again, with its traceback."""
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" (see {context.command_path} --help)" if context else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
+    if isinstance(error, EexportError):
+        return _fail(str(error), error.exit_code)
+    if isinstance(error, MemoryError):
+        return _fail("out of memory: use a smaller --context, or a machine with more", 2)
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return 1
+    if isinstance(error, OSError):
+        if error.filename is None:  # no file of ours: standard output itself, e.g. on a full disk
+            _drop_output()
+        return _fail(f"{error.filename or 'output'}: {error.strerror or error}", 2)
+    raise error
 
 
 def _fail(message: str, code: int) -> int:

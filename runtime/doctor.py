@@ -29,6 +29,7 @@ assert numpy.allclose(found, [0, 0.7310586]), f"a graph of one node gives {found
 print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers()]))
 """
 _ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+_GPU_MEND = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'onnxruntime-gpu>=1.32'"
 _EXPORT_MODULES = ("torch", "onnx", "gguf", "safetensors", "huggingface_hub")
 _PACKAGES = {
     **{name: (name,) for name in ("eexport", *_ONNXRUNTIMES, "numpy", "tokenizers")},
@@ -125,15 +126,10 @@ def _check_cuda(packages: dict[str, str | None], providers: list[str]) -> Check:
     return Check(name, True, f"{backend.name} on {backend.device}")
 
 
-_GPU_MEND = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'onnxruntime-gpu>=1.32'"
-
-
 def _check_tensorrt(packages: dict[str, str | None], name: str) -> Check:
     version = packages[name]
     have = "is not installed" if version is None else f"{version} is installed"
-    return Check(
-        name, False, f"{name} {have}, but this eexport has no backend for it yet", "use --device cpu"
-    )
+    return Check(name, False, f"{name} {have}, but this eexport has no backend for it yet", "use --device cpu")
 
 
 def _check_export() -> Check:

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -150,7 +150,8 @@ class Engine:
         return dataclasses.replace(self._stats)
 
     def score(self, ids: Sequence[int]) -> Array:
-        """Logits [T, V] at every position of a text, in a copy; the cache is emptied."""
+        """Logits [T, V] at every position of a text, in a copy. Empties the cache and ends a running request."""
+        self._request += 1
         self._reset()
         rows = [np.array(self._chain.forward(part, len(part))) for part in _chunks(ids, PREFILL_ROWS)]
         self._reset()
@@ -163,8 +164,8 @@ class Engine:
                 ids = [self.manifest.model.bos_token_id]
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             ids = self.codec.encode_chat(prompt)  # type: ignore[arg-type]
-        elif isinstance(prompt, Sequence) and all(isinstance(i, int | np.integer) for i in prompt):
-            ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        elif _is_token_ids(prompt):
+            ids = [int(i) for i in prompt]
         else:
             raise RequestError("prompt: give text, a list of token ids or a list of messages", "prompt")
         if not ids:
@@ -220,7 +221,7 @@ class Engine:
         shared = _common_prefix(self._cached, ids[:-1]) if reuse_cache else 0
         self._stats.reused_tokens = shared
         if shared:
-            self._chain.kv.trim(len(self._cached) - shared)
+            self._chain.kv.trim(self._chain.kv.length - shared)
             del self._cached[shared:]
         else:
             self._reset()
@@ -236,10 +237,9 @@ class Engine:
         try:
             logits = self._chain.forward(ids, head_rows)
         except MemoryError:
+            length = len(self._cached) + len(ids)
             self._reset()
-            raise DeviceError(
-                f"out of memory at {len(self._cached) + len(ids)} tokens of context: use a smaller --context"
-            ) from None
+            raise DeviceError(f"out of memory at {length} tokens: use a smaller --context") from None
         except BaseException:  # also Ctrl-C inside a run: some blocks have these rows and some do not
             self._reset()
             raise
@@ -279,6 +279,12 @@ def _context_limit(manifest: Manifest, context: int | None) -> int:
             f"are free: {free // 2 // per_token} tokens would fit"
         )
     return context
+
+
+def _is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):  # bytes are a sequence of ints too
+        return False
+    return all(isinstance(i, int | np.integer) for i in prompt)
 
 
 def _chunks(ids: Sequence[int], rows: int) -> Iterator[list[int]]:

@@ -71,9 +71,7 @@ def headlines(facts: dict[str, Any]) -> dict[str, str]:
     model, precision, kv, built = facts["model"], facts["precision"], facts["kv"], facts["built_with"]
     checkpoint = built.get("checkpoint", {})
     candidates, exits = (", ".join(map(str, facts[key])) for key in ("candidate_exits", "exits"))
-    versions = ", ".join(
-        f"{name} {built[name]}" for name in ("torch", "onnx", "onnxruntime") if name in built
-    )
+    versions = ", ".join(f"{name} {built[name]}" for name in ("torch", "onnx", "onnxruntime") if name in built)
     return {
         "model": f"{model['name']} ({model['architecture']})",
         "shape": f"{model['layers']} layers of {model['hidden_size']}, {model['heads']}/{model['kv_heads']} "
@@ -134,6 +132,4 @@ def _parity_failures(manifest: Manifest, results: list[Parity]) -> list[str]:
 
 
 def _row_failures(rows: dict[int, float]) -> list[str]:
-    return [
-        f"{count} rows at once differ from one at a time by up to {gap:.3g}" for count, gap in rows.items()
-    ]
+    return [f"{count} rows at once differ from one at a time by up to {gap:.3g}" for count, gap in rows.items()]

@@ -26,9 +26,7 @@ _WINDOW, _KEEP = 16, 8
 class TextCodec:
     """One bundle's tokenizer and chat template; holds no request's state, so requests may share it."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, chat_template: str | None, special: Mapping[str, str]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None, special: Mapping[str, str]) -> None:
         """Wrap ``tokenizer``; ``special`` names tokens for the template: ``{"bos_token": "<s>"}``."""
         tokenizer.no_truncation()  # a limit left in tokenizer.json would cut prompts without a word
         tokenizer.no_padding()
@@ -52,9 +50,7 @@ class TextCodec:
         except OSError as error:
             raise BundleError(f"{path}: cannot be read ({error.strerror}); build the bundle again") from error
         except Exception as error:  # the library raises plain Exception
-            raise BundleError(
-                f"{path}: not a tokenizer ({_one_line(error)}); build the bundle again"
-            ) from error
+            raise BundleError(f"{path}: not a tokenizer ({_one_line(error)}); build the bundle again") from error
         return cls(tokenizer, chat_template=chat_template, special=special)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -92,9 +88,7 @@ class TextCodec:
             message = f"messages: the chat template failed, {_one_line(error)}"
             raise RequestError(message, "messages") from error
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation. A template writes its own BOS, so the tokenizer adds none."""
         return self._encode(self.render_chat(messages, add_generation_prompt), False, "messages")
 
@@ -220,9 +214,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML, which templates written for transformers do not expect.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -7,6 +7,7 @@ stage with them as it is built, and ``eexport verify`` does the same on the targ
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Reference:
         try:
             with np.load(folder / REFERENCE_NAME) as arrays:
                 return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise BundleError(f"{folder / REFERENCE_NAME}: cannot be read ({error}): build the bundle again") from None
 
 

@@ -36,7 +36,11 @@ Start = Callable[..., Process]
 
 
 def start_process(*arguments: object, **options: Any) -> Process:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     command = [*_COMMAND, *(str(argument) for argument in arguments)]
     return subprocess.Popen(command, preexec_fn=_heed_interrupts, **(pipes | options))
 

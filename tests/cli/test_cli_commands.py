@@ -4,6 +4,7 @@ import importlib.metadata
 import io
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from command import GRIN, Call
 
 from eexport.runtime import doctor
 from eexport.runtime.chat import Conversation, converse
-from eexport.runtime.engine import Engine
+from eexport.runtime.engine import Engine, Prompt, Token
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
@@ -54,10 +55,9 @@ def test_run_streams_what_json_holds(call: Call, bundle: Path) -> None:
 
 
 def test_run_uses_the_template_unless_raw(call: Call, bundle: Path) -> None:
-    def prompt_tokens(*options: str) -> int:
-        return json.loads(call("run", bundle, "hello", "--max-tokens", 1, "--json", *options).out)[
-            "prompt_tokens"
-        ]
+    def prompt_tokens(*options: str) -> Any:
+        told = json.loads(call("run", bundle, "hello", "--max-tokens", 1, "--json", *options).out)
+        return told["prompt_tokens"]
 
     assert prompt_tokens("--raw") == 1
     assert prompt_tokens() == prompt_tokens("--chat") > 5
@@ -91,6 +91,12 @@ def test_run_stops_at_a_stop_string(call: Call, endless: Path) -> None:
     assert (told["text"], told["finish_reason"]) == ("", "stop")
 
 
+@pytest.mark.parametrize("prompt", ["a", "ab"])
+def test_run_goes_on_when_the_cache_has_to_grow(call: Call, endless: Path, prompt: str) -> None:
+    told = json.loads(call("run", endless, prompt, "--raw", "--max-tokens", 300, "--json").out)
+    assert told["text"] == GRIN * 60 and told["finish_reason"] == "length"
+
+
 def test_what_the_authors_recommend_is_the_default(
     call: Call, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,10 +109,13 @@ def test_what_the_authors_recommend_is_the_default(
     (copy / "manifest.json").unlink()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     seen: list[dict[str, Any]] = []
-    generate = Engine.generate
-    monkeypatch.setattr(
-        Engine, "generate", lambda self, prompt, **s: (seen.append(s), generate(self, prompt, **s))[1]
-    )
+
+    def generate(engine: Engine, prompt: Prompt, **sampling: Any) -> Iterator[Token]:
+        seen.append(sampling)
+        return original(engine, prompt, **sampling)
+
+    original = Engine.generate
+    monkeypatch.setattr(Engine, "generate", generate)
     assert call("run", copy, "hello", "--max-tokens", 1, "--top-k", 5).code == 0
     assert (seen[0]["temperature"], seen[0]["top_k"], seen[0]["max_tokens"]) == (0.7, 5, 1)
     assert call("run", copy, "hello", "--max-tokens", 1).code == 0

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from eexport.runtime.backend import Backend, Buffer
 from eexport.runtime.chain import Chain
 from eexport.runtime.engine import Engine
+from eexport.runtime.manifest import Manifest, read_manifest
+from eexport.runtime.positions import RopeTable
 from eexport.runtime.verify import rows_that_differ
 
 Make = Callable[..., Path]
 Open = Callable[..., Chain]
 
 FORMS = [(dialect, precision) for dialect in ("ort", "standard") for precision in ("fp32", "fp16", "int8", "int4")]
-# Grouped, ungrouped (one query head to a KV head, which takes other kernels), one KV head, and a real model's widths.
+# Grouped, ungrouped (one query head to a KV head, which takes other kernels), one KV head, and real widths.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("llama", {}),
     "ungrouped": ("llama", {"kv_heads": 4}),
@@ -34,13 +37,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def token_ids(count: int) -> list[int]:
-    return np.random.default_rng(2).integers(3, 300, count).tolist()
+    return [int(token) for token in np.random.default_rng(2).integers(3, 300, count)]
 
 
-def forward(chain: Chain, ids: list[int], chunk: int) -> NDArray[np.generic]:
+def forward(chain: Chain, ids: list[int], chunk: int) -> NDArray[np.float32]:
     """Logits [T, V] of `ids` in steps of `chunk` rows, after whatever the chain holds."""
     parts = [ids[start : start + chunk] for start in range(0, len(ids), chunk)]
-    return np.concatenate([np.array(chain.forward(part, len(part))) for part in parts])
+    return np.concatenate([np.array(chain.forward(part, len(part)), np.float32) for part in parts])
 
 
 IDS = token_ids(150)
@@ -101,9 +104,7 @@ def test_chunks_and_cache_change_nothing(
 def test_context_and_other_requests_change_nothing(
     dialect: str, precision: str, tiny_checkpoint: Make, tiny_bundle: Make, tiny_engine: Callable[..., Engine]
 ) -> None:
-    bundle = tiny_bundle(
-        tiny_checkpoint(soft=True, context=1024), precision=precision, dialect=dialect, blocks="2"
-    )
+    bundle = tiny_bundle(tiny_checkpoint(soft=True, context=1024), precision=precision, dialect=dialect, blocks="2")
     request: dict[str, Any] = {"max_tokens": 30, "logprobs": 5, "ignore_eos": True}
     prompt = token_ids(30)
     expected = list(tiny_engine(bundle, context=64).generate(prompt, **request))
@@ -131,3 +132,56 @@ def test_one_graph_serves_every_length(
         chain.reset()
         assert np.array_equal(forward(chain, ids[:length], length), whole[:length])
         assert np.array_equal(forward(chain, ids[length:], 128), whole[length:])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("dialect", ["ort", "standard"])
+def test_slots_do_not_depend_on_each_other(
+    dialect: str, precision: str, backend: Backend, tiny_checkpoint: Make, tiny_bundle: Make
+) -> None:
+    """A batch of slots at different positions gives each the bits that it gets alone."""
+    bundle = tiny_bundle(tiny_checkpoint(soft=True), precision=precision, dialect=dialect, blocks="1")
+    manifest = read_manifest(bundle)
+    block = manifest.blocks[0]
+    stage = backend.load(bundle / block.graph, block)
+    random = np.random.default_rng(0)
+    starts, rows, capacity = [5, 40, 0], 4, 64
+    hidden = random.standard_normal((3, rows, manifest.model.hidden_size)).astype(np.float32)
+    caches = {t.name: random.standard_normal(t.sized(B=3, C=capacity)) * 0.5 for t in block.kv_inputs}
+
+    def run(slots: list[int]) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+        sizes = {"B": len(slots), "T": rows, "C": capacity}
+        buffers = {t.name: backend.allocate(t.sized(**sizes), t.dtype) for t in block.inputs}
+        output = backend.allocate(block.outputs[0].sized(**sizes), block.outputs[0].dtype)
+        buffers["hidden"].array[...] = hidden[slots]
+        for name, values in caches.items():
+            buffers[name].array[...] = values[slots]
+        fill_positions(buffers, manifest, [starts[slot] for slot in slots], rows)
+        presents = {name.replace("past.", "present."): buffers[name] for name in caches}
+        stage.bind({**buffers, **presents, "hidden_out": output})()
+        return output.array, {name: buffer.array for name, buffer in presents.items()}
+
+    together, kept = run([0, 1, 2])
+    for slot, start in enumerate(starts):
+        alone, kept_alone = run([slot])
+        assert np.array_equal(together[slot], alone[0])
+        for name, cache in kept.items():
+            valid = slice(0, start + rows)
+            assert np.array_equal(cache[slot, :, valid], kept_alone[name][0, :, valid])
+
+
+def fill_positions(buffers: dict[str, Buffer], manifest: Manifest, starts: list[int], rows: int) -> None:
+    """The position inputs of slots that each have `rows` rows from their own start on."""
+    cos, sin = RopeTable(manifest.model, "float32").upto(64)
+    arrays = {name: buffer.array for name, buffer in buffers.items()}
+    if "mask" not in arrays:
+        arrays["cos_table"][...], arrays["sin_table"][...] = cos, sin
+        arrays["last_index"][...] = [start + rows - 1 for start in starts]
+        arrays["new_rows"][...] = rows
+        arrays["total_length"][...] = max(starts) + rows
+        return
+    arrays["write_index"][...] = starts
+    for slot, start in enumerate(starts):
+        arrays["cos"][slot], arrays["sin"][slot] = cos[start : start + rows], sin[start : start + rows]
+        visible = np.arange(64) <= np.arange(start, start + rows)[:, None]
+        arrays["mask"][slot, 0] = np.where(visible, 0.0, -np.inf)

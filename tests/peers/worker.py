@@ -1,16 +1,14 @@
-"""The loop that every benchmark worker runs: one JSON request a line on stdin, one JSON answer a line on stdout.
+"""The loop of every benchmark worker: one JSON request a line on stdin, one JSON answer a line on stdout.
 
-Requests, with ``prompt_ids`` a list of token ids and all times in seconds:
+Requests (``op``), their fields and answers; ``prompt_ids`` and ``token_ids`` are lists of token ids:
 
-| op      | fields          | answer                                                                               |
-|---------|-----------------|--------------------------------------------------------------------------------------|
-| load    | engine-specific | ``rss_mb``, ``version``                                                              |
-| decode  | prompt_ids, n   | ``seconds_per_token`` over n greedy tokens, EOS ignored, after the first; ``token_ids`` |
-| prefill | prompt_ids      | ``seconds`` from an empty cache to the first token; ``token_id``                     |
-| rss     |                 | ``rss_mb``: resident now, ``peak_mb``: its high-water mark                           |
+    load     path, threads, context   version
+    decode   prompt_ids, n            seconds_per_token of n greedy tokens after the first; token_ids
+    prefill  prompt_ids               seconds from an empty cache to the first token; token_id
+    memory                            rss_mb: resident now; peak_mb: its high-water mark
 
-A failed request answers ``{"error": ...}`` and the worker lives on. stdout belongs to the protocol: whatever a
-library prints goes to stderr.
+EOS does not end a decode. A failed request answers ``{"error": ...}`` and the worker lives on. stdout belongs
+to the protocol: what a library prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -28,10 +27,10 @@ class PeerEngine(Protocol):
     version: str
 
     def decode(self, prompt_ids: list[int], n: int) -> tuple[float, list[int]]:
-        """Generate ``n + 1`` greedy tokens; return seconds per token of the last n, and all of them."""
+        """Generate ``n + 1`` greedy tokens; returns seconds per token of the last n, and all the tokens."""
 
     def prefill(self, prompt_ids: list[int]) -> tuple[float, int]:
-        """Return the seconds from an empty cache to the first token, and that token."""
+        """Prefill; returns the seconds from an empty cache to the first token, and that token."""
 
 
 def memory_mb() -> dict[str, float]:
@@ -42,7 +41,7 @@ def memory_mb() -> dict[str, float]:
     return {"rss_mb": round(kib["VmRSS"] / 1024, 1), "peak_mb": round(kib["VmHWM"] / 1024, 1)}
 
 
-def serve(load: Any) -> None:
+def serve(load: Callable[..., PeerEngine]) -> None:
     """Answer requests until stdin closes; ``load(**fields)`` builds the PeerEngine of the first request."""
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
@@ -53,8 +52,8 @@ def serve(load: Any) -> None:
         try:
             if op == "load":
                 engine = load(**request)
-                answer: dict[str, Any] = {"version": engine.version, **memory_mb()}
-            elif op == "rss":
+                answer: dict[str, Any] = {"version": engine.version}
+            elif op == "memory":
                 answer = memory_mb()
             elif engine is None:
                 raise RuntimeError(f"{op} before load")

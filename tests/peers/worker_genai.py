@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib import metadata
 
 import numpy as np
 import onnxruntime_genai as og
@@ -13,16 +14,16 @@ from worker import serve
 class GenaiEngine:
     """A model folder of onnxruntime-genai's builder on the CPU provider."""
 
-    version = f"onnxruntime-genai {og.__version__}"
+    version = f"onnxruntime-genai {og.__version__}, onnxruntime {metadata.version('onnxruntime')}"
 
-    def __init__(self, path: str, threads: int, context: int, **search: float) -> None:
+    def __init__(self, path: str, threads: int, context: int) -> None:
         config = og.Config(path)
         session = {"intra_op_num_threads": threads}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self._model = og.Model(config)
         self._params = og.GeneratorParams(self._model)
         # min_length keeps EOS out of the argmax: one masked logit a step.
-        self._params.set_search_options(max_length=context, min_length=context, do_sample=False, **search)
+        self._params.set_search_options(max_length=context, min_length=context, do_sample=False)
 
     def _start(self, prompt_ids: list[int]) -> tuple[og.Generator, float]:
         """Prefill a fresh generator and pick its first token; returns it and the seconds taken."""
