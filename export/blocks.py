@@ -15,12 +15,13 @@ here is what the graph builder emits, the manifest records and the runtime binds
 """
 
 from eexport.models.spec import ModelSpec
+from eexport.runtime.errors import EexportError
 from eexport.runtime.manifest import StageSpec, TensorSpec
 
 PREDICTOR_LAYERS = 4  # the exit predictor reads the hidden states of layers 1-4
 
 
-class PlanError(ValueError):
+class PlanError(EexportError):
     """The block boundaries asked for do not cut this model; one line."""
 
 

@@ -25,7 +25,7 @@ from eexport.models.decoder import DecoderLayer, LayerKV, rms_norm, rope_tables
 from eexport.models.spec import ModelSpec
 from eexport.runtime.backend import Array
 from eexport.runtime.backend_ort import OrtBackend
-from eexport.runtime.errors import BundleError, EexportError
+from eexport.runtime.errors import EexportError
 from eexport.runtime.manifest import (
     MANIFEST_NAME,
     KVInfo,

@@ -102,6 +102,7 @@ _SAMPLING = _options(
 @click.option("-o", "--output", type=_PATH, required=True, help="Folder for the bundle.")
 @_option("--precision", "Of the layers' weights.", _PRECISION, default="int4", show_default=True)
 @_option("--vocab-precision", "Of embedding and head, if another.", _PRECISION)
+@_option("--block-size", "Weights per scale: 32, or faster 64 or 128.", int, default=32, show_default=True)
 @_option("--dialect", "ONNX Runtime's operators or opset 24.", _DIALECT, default="ort", show_default=True)
 @_option("--blocks", "auto, how many, or where they end: 4,8,16.", default="auto", show_default=True)
 @_option("--force", "Replace a bundle that is there.", is_flag=True)
@@ -109,10 +110,9 @@ _SAMPLING = _options(
 def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
     """Build a bundle from a checkpoint.
 
-    CHECKPOINT is a Hugging Face folder, a .gguf file or the name of a model on the hub.
+    CHECKPOINT is a Hugging Face folder, a .gguf file, the name of a model on the hub, or smollm2-135m-instruct.
     """
     with _export_extra():
-        from eexport.export.blocks import PlanError
         from eexport.export.build import BuildOptions
         from eexport.export.build import build as build_bundle
         from eexport.models.checkpoint import open_checkpoint
@@ -122,7 +122,7 @@ def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
             opened = open_checkpoint(checkpoint)
             with progress("building") as step:
                 manifest = build_bundle(opened, output, BuildOptions(**options), step)
-        except (CheckpointError, PlanError) as error:
+        except CheckpointError as error:
             raise EexportError(str(error)) from None
     from eexport.runtime.summary import summarise
 

@@ -95,7 +95,7 @@ class OrtDialect:
         )
 
     def row_multiple(self, spec: ModelSpec) -> int:
-        """See ``Dialect``. GroupQueryAttention and MatMulNBits of larger blocks compute a lone row by another kernel."""
+        """See ``Dialect``. GroupQueryAttention and MatMulNBits of larger blocks have another kernel for a lone row."""
         return 2
 
     def attention(

@@ -155,5 +155,5 @@ class StandardDialect:
 
 def _packed(values: NDArray[np.int8]) -> NDArray[np.uint8]:
     """ONNX's int4: consecutive elements two a byte, low nibble first."""
-    flat = values.reshape(-1).view(np.uint8) & 15
-    return flat[::2] | (flat[1::2] << 4)
+    flat = values.reshape(-1).view(np.uint8) & np.uint8(15)
+    return flat[::2] | (flat[1::2] << np.uint8(4))

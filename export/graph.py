@@ -59,7 +59,7 @@ class WeightFile:
         self._stream.write(bytes(-self._stream.tell() % _PAGE))
         offset = self._stream.tell()
         data = np.ascontiguousarray(array)
-        self._stream.write(memoryview(data).cast("B"))
+        self._stream.write(data.data)
         kind = _ONNX_TYPES[data.dtype.name] if onnx_type is None else onnx_type
         return Stored(name, kind, tuple(shape) or data.shape, self._name, offset, data.nbytes)
 

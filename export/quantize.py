@@ -48,7 +48,7 @@ def quantize(weight: Tensor, bits: int, block: int, scale_dtype: torch.dtype) ->
     ``scale_dtype`` is the type the scales will be stored in: integers are chosen for the scale as stored.
     """
     method = _int8 if bits == 8 else _int4
-    parts = [method(rows.unflatten(-1, (-1, block)), scale_dtype) for rows in weight.split(4096)]
+    parts = [method(rows.reshape(len(rows), -1, block), scale_dtype) for rows in torch.split(weight, 4096)]
     return Quantized(bits, torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts]))
 
 

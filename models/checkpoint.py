@@ -15,6 +15,7 @@ from eexport.models.gguf_config import config_from_gguf
 from eexport.models.gguf_file import read_gguf
 from eexport.models.gguf_tokenizer import tokenizer_from_gguf
 from eexport.models.gguf_weights import ROPE_FACTORS, open_gguf_weights
+from eexport.models.recipe import fetch, find_recipe, recipe_names
 from eexport.models.rope import with_factors
 from eexport.models.spec import ModelSpec
 from eexport.models.tokenizer import TokenizerFiles, read_tokenizer
@@ -45,14 +46,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a Hugging Face folder, a .gguf file or, where no such path exists, the hub model "org/name".
+    """Open a Hugging Face folder, a .gguf file or, where no such path exists, a recipe or the hub model "org/name".
 
     Raises:
         CheckpointError: It cannot be used as it is: unsupported, incomplete, or with tensors left over.
     """
     place = Path(path)
     if not place.exists():
-        place = _download(str(path))
+        recipe = find_recipe(str(path))
+        place = _download(str(path)) if recipe is None else fetch(recipe)
     return _open_gguf(place) if place.is_file() else _open_folder(place)
 
 
@@ -92,7 +94,8 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _download(name: str) -> Path:
     """The local snapshot of a hub model."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(f"{name}: no such file or folder")
+        recipes = ", ".join(recipe_names())
+        raise CheckpointError(f"{name}: no such file or folder, nor a model that comes by name ({recipes})")
     from huggingface_hub import snapshot_download
 
     try:

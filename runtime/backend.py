@@ -6,7 +6,7 @@ name. ``backend_ort`` (ONNX Runtime) and ``backend_fake`` (scripted, for tests) 
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,10 @@ class Buffer(Protocol):
 class Stage(Protocol):
     """One loaded graph."""
 
-    def bind(self, buffers: Mapping[str, Buffer]) -> Callable[[], None]:
+    def bind(self, buffers: Mapping[str, Any]) -> Callable[[], None]:
         """Tie every input, and the outputs that are named in ``buffers``, to memory; the result runs the graph once.
 
+        ``buffers`` are those of the same backend.
         The same buffer may serve a ``past`` input and its ``present`` output: the cache is then updated in place.
         """
         ...

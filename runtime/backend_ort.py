@@ -100,8 +100,8 @@ def _start_pool(threads: int) -> None:
         _pool_threads = threads
     elif _pool_threads != threads:
         raise DeviceError(
-            f"this process already runs onnxruntime with {_pool_threads} threads, {threads} were asked for: all engines of "
-            "a process share one pool, so use the same number or a process each"
+            f"this process already runs onnxruntime with {_pool_threads} threads, {threads} were asked for: all engines "
+            "of a process share one pool, so use the same number or a process each"
         )
 
 
@@ -111,6 +111,6 @@ def _session_options() -> ort.SessionOptions:
     options.log_severity_level = 3
     # Row counts vary from call to call: a memory plan per shape would be kept for each (onnxruntime#22297).
     options.enable_mem_pattern = False
-    # DequantizeLinear + MatMul of the standard dialect becomes MatMulNBits with int8 activations: rows stay independent.
+    # The standard dialect's DequantizeLinear + MatMul becomes MatMulNBits, with int8 activations for speed.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
     return options

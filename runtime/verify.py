@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eexport.runtime.backend import Array, Backend, Buffer
 from eexport.runtime.chain import Chain
@@ -35,7 +36,7 @@ class Reference:
 
     token_ids: Array
     hidden: Array
-    top_ids: Array
+    top_ids: NDArray[np.int64]
     top_logits: Array
 
     def save(self, folder: Path) -> None:
@@ -93,7 +94,8 @@ class StageRunner:
         result = buffers[stage.outputs[0].name]
         buffers[stage.inputs[0].name].array[0] = source
         self._backend.load(self._folder / stage.graph, stage).bind(buffers)()
-        return result.array[0]
+        values: Array = result.array[0]
+        return values
 
 
 def compare(stage: str, found: Array, expected: Array) -> Parity:

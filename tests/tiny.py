@@ -91,9 +91,7 @@ def make_checkpoint(
     return folder
 
 
-def make_scripted(
-    folder: Path, transitions: Mapping[int, int], *, default: int = IM_END, **options: Any
-) -> Path:
+def make_scripted(folder: Path, transitions: Mapping[int, int], *, default: int = IM_END, **options: Any) -> Path:
     """A checkpoint whose next token depends on the current one alone: `transitions`, else `default`.
 
     Attention and MLP add nothing, each token has its own dimension, and the head looks up what follows.

@@ -60,6 +60,18 @@ def test_rows_do_not_depend_on_their_number(
     assert rows_that_differ(chain, token_ids(64), (2, 3, 4, 5, 8, 64)) == {}
 
 
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("dialect", ["ort", "standard"])
+def test_larger_quantisation_blocks(
+    dialect: str, precision: str, block_size: int, tiny_checkpoint: Make, tiny_bundle: Make, tiny_chain: Open
+) -> None:
+    sizes = {"hidden": 512, "heads": 8, "kv_heads": 2, "intermediate": 1536, "vocab": 512, "layers": 2}
+    options = {"precision": precision, "dialect": dialect, "block_size": block_size}
+    chain = tiny_chain(tiny_bundle(tiny_checkpoint(soft=True, **sizes), **options))
+    assert rows_that_differ(chain, token_ids(64), (2, 3, 4, 5, 8, 64)) == {}
+
+
 @pytest.mark.parametrize(("dialect", "precision"), FORMS)
 @pytest.mark.parametrize("shape", ["grouped", "ungrouped"])
 def test_splits_into_blocks_agree(

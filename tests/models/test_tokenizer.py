@@ -43,12 +43,8 @@ def test_template_places(tmp_path: Path) -> None:
 
 def test_special_tokens(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"pad_token": "<pad>", "eos_token": "<old>"})
-    )
-    edit_config(
-        tmp_path, "tokenizer_config.json", bos_token={"content": "<s>", "lstrip": False}, unk_token=None
-    )
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>", "eos_token": "<old>"}))
+    edit_config(tmp_path, "tokenizer_config.json", bos_token={"content": "<s>", "lstrip": False}, unk_token=None)
     special = read_tokenizer(tmp_path).special
     assert special == {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
 

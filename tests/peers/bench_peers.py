@@ -76,7 +76,7 @@ def agreement(worker: Worker, prompts: list[dict[str, list[int]]]) -> float:
 
 
 def warm_up(args: argparse.Namespace, worker: Worker, reference: dict[str, Any]) -> Row:
-    """Run a worker for the first time; its row has its memory and, unless unwanted, its agreement with fp32."""
+    """Run a worker for the first time; returns a row with its memory and its agreement with fp32."""
     print(f"warming up {worker.name}", flush=True)
     worker.ask("decode", prompt_ids=reference["timing_ids"][:MEMORY_PROMPT], n=MEMORY_TOKENS)
     memory = worker.ask("memory")
@@ -164,9 +164,7 @@ def labelled(text: str) -> tuple[str, str]:
 
 def arguments() -> argparse.Namespace:
     """Read and check the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     python = ROOT / ".venv-peers" / "bin" / "python"
     add("--gguf", type=Path, required=True, help="the checkpoint, an instruct model")

@@ -113,9 +113,7 @@ def build_genai(source: Path, precision: str, options: dict[str, str], folder: P
     log = folder.with_suffix(".log")
     with log.open("w") as output:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        status = subprocess.run(
-            command, stdout=output, stderr=output, env=environment, check=False
-        ).returncode
+        status = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
     if status != 0:
         raise SystemExit(f"onnxruntime-genai's builder failed on {folder.name}; see {log}")
     log.unlink()
@@ -135,9 +133,7 @@ def requantize(gguf: Path, ftype: str, pure: bool, target: Path) -> None:
 
 def main() -> None:
     """Prepare one checkpoint."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gguf", type=Path)
     parser.add_argument("cache", type=Path)
     args = parser.parse_args()
@@ -150,9 +146,7 @@ def main() -> None:
     for form, (precision, options) in GENAI_FORMS.items():
         once(
             folder / f"genai-{form}",
-            lambda part, precision=precision, options=options: build_genai(
-                folder / "hf", precision, options, part
-            ),
+            lambda part, precision=precision, options=options: build_genai(folder / "hf", precision, options, part),
         )
     for form, (ftype, pure) in LLAMACPP_FORMS.items():
         once(

@@ -17,7 +17,7 @@ PEER_BITS = ("int4", "int8")
 
 @dataclass(frozen=True)
 class Turn:
-    """One worker's turn: its speeds in tokens per second, and the CPU that others took meanwhile, in cores."""
+    """One worker's turn: its speeds in tokens per second, and the CPU others took meanwhile, in cores."""
 
     decode: float
     prefill: float

@@ -36,9 +36,7 @@ class LlamaCppEngine:
         status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(tokens, len(ids)))
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
-        logits = np.ctypeslib.as_array(
-            llama_cpp.llama_get_logits_ith(self._context, -1), shape=(self._vocab,)
-        )
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), shape=(self._vocab,))
         return int(logits.argmax())
 
     def _start(self, prompt_ids: list[int]) -> tuple[int, float]:
