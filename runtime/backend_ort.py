@@ -100,7 +100,7 @@ def _start_pool(threads: int) -> None:
         _pool_threads = threads
     elif _pool_threads != threads:
         raise DeviceError(
-            f"this process already runs onnxruntime with {_pool_threads} threads, {threads} were asked for: all engines "
+            f"this process already runs onnxruntime with {_pool_threads} threads, not {threads}: all engines "
             "of a process share one pool, so use the same number or a process each"
         )
 

@@ -11,7 +11,6 @@ from tiny import edit_tensors, make_checkpoint
 
 from eexport.export.build import BuildOptions, build
 from eexport.models.checkpoint import open_checkpoint
-from eexport.runtime.backend import Backend
 from eexport.runtime.backend_ort import OrtBackend
 from eexport.runtime.chain import Chain
 from eexport.runtime.engine import Engine
@@ -25,7 +24,7 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def backend() -> Backend:
+def backend() -> OrtBackend:
     return OrtBackend()
 
 
@@ -66,7 +65,7 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 @pytest.fixture
-def tiny_engine(backend: Backend) -> Callable[..., Engine]:
+def tiny_engine(backend: OrtBackend) -> Callable[..., Engine]:
     """An engine on a bundle."""
 
     def load(bundle: Path, **options: Any) -> Engine:
@@ -76,7 +75,7 @@ def tiny_engine(backend: Backend) -> Callable[..., Engine]:
 
 
 @pytest.fixture
-def tiny_chain(backend: Backend) -> Callable[..., Chain]:
+def tiny_chain(backend: OrtBackend) -> Callable[..., Chain]:
     """The bare chain of a bundle."""
 
     def load(bundle: Path, context: int = 512) -> Chain:

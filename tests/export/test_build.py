@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eexport.export.build import BuildError, BuildOptions, build
 from eexport.export.dialect_ort import OrtDialect
 from eexport.export.dialect_standard import StandardDialect
 from eexport.models.checkpoint import open_checkpoint
+from eexport.runtime.backend import Backend
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import BundleError
 from eexport.runtime.manifest import Manifest, read_manifest
@@ -116,7 +118,22 @@ class TestContents:
                 assert not domains
                 onnx.checker.check_model(str(bundle / stage.graph), full_check=True)
 
-    def test_text_and_sampling_go_along(self, tmp_path: Path, backend: Any) -> None:
+    @pytest.mark.parametrize("dialect", ["ort", "standard"])
+    def test_a_lookup_costs_nothing_by_the_size_of_its_table(
+        self, dialect: str, backend: Backend, tiny_checkpoint: Make, tiny_bundle: Make
+    ) -> None:
+        """Rows of a quantised embedding are gathered first and dequantised after that."""
+        seconds = []
+        for vocab in (320, 32_000):
+            bundle = tiny_bundle(tiny_checkpoint(soft=True, layers=1, vocab=vocab), precision="int8", dialect=dialect)
+            embed = read_manifest(bundle).stages[0]
+            tensors = (*embed.inputs, *embed.outputs)
+            buffers = {tensor.name: backend.allocate(tensor.sized(B=1, T=1), tensor.dtype) for tensor in tensors}
+            run = backend.load(bundle / embed.graph, embed).bind(buffers)
+            seconds.append(min(timeit.repeat(run, number=1, repeat=50)))
+        assert seconds[1] < 8 * seconds[0]
+
+    def test_text_and_sampling_go_along(self, tmp_path: Path, backend: Backend) -> None:
         folder = make_checkpoint(
             tmp_path / "checkpoint", bos=True, generation={"do_sample": True, "temperature": 0.7, "top_k": 5}
         )
@@ -308,7 +325,7 @@ class TestCheckpoints:
         assert manifest.built_with["checkpoint"]["dtypes"].startswith("BF16")
         assert all(stage["max_difference"] < 1e-4 for stage in manifest.parity["stages"])
 
-    def test_a_context_shorter_than_the_probe(self, tmp_path: Path, backend: Any) -> None:
+    def test_a_context_shorter_than_the_probe(self, tmp_path: Path, backend: Backend) -> None:
         folder = make_checkpoint(tmp_path / "checkpoint", context=8)
         manifest = built(folder, tmp_path / "bundle")
         assert manifest.model.context_length == 8

@@ -111,6 +111,25 @@ def test_chunks_and_cache_change_nothing(
     assert np.array_equal(forward(chain, IDS, 50), expected), "a large cache"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("dialect", "precision"), [("ort", "int8"), ("ort", "int4"), ("standard", "int8")])
+def test_far_positions(
+    dialect: str, precision: str, tiny_checkpoint: Make, tiny_bundle: Make, tiny_chain: Open
+) -> None:
+    """Attention over long caches is computed in tiles, whose edges must not show."""
+    arch, options = SHAPES["smollm2"]
+    folder = tiny_checkpoint(arch, soft=True, context=2048, **options)
+    chain = tiny_chain(tiny_bundle(folder, precision=precision, dialect=dialect), 2048)
+    ids = token_ids(1500)
+    expected = forward(chain, ids, 128)
+    for chunk in (1500, 33):
+        chain.reset()
+        assert np.array_equal(forward(chain, ids, chunk), expected), f"chunks of {chunk}"
+    for chunk in (1, 3, 8):
+        chain.kv.trim(40)
+        assert np.array_equal(forward(chain, ids[-40:], chunk), expected[-40:]), f"steps of {chunk}"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 @pytest.mark.parametrize("dialect", ["ort", "standard"])
 def test_context_and_other_requests_change_nothing(
