@@ -110,7 +110,7 @@ class _Build:
         self._progress = progress
         self._model = _model_info(checkpoint)
         self._least_cosine = min(_LEAST_COSINE[options.precision], _LEAST_COSINE[dialect.vocab_precision])
-        self._runner = StageRunner(OrtBackend(), folder, self._model)
+        self._runner = StageRunner(OrtBackend(), folder, self._model, dialect.rows(self._spec))
         self._parity: list[Parity] = []
         self._steps = self._spec.num_layers + 2
         self._done = 0
@@ -222,7 +222,7 @@ class _Build:
                 dialect.matmul_activations,
             ),
             kv=KVInfo(dialect.activations, "[B, KvH, C, Hd]", "verify"),
-            row_multiple=dialect.row_multiple(self._spec),
+            rows=dialect.rows(self._spec),
             stages=tuple(self._stages),
             exits=(),
             text=text,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eexport.export.graph import Graph, Stored, WeightFile
 from eexport.models.spec import ModelSpec
-from eexport.runtime.manifest import TensorSpec
+from eexport.runtime.manifest import RowsInfo, TensorSpec
 
 DialectName = Literal["ort", "standard"]
 Precision = Literal["fp32", "fp16", "int8", "int4"]
@@ -72,8 +72,8 @@ class Dialect(Protocol):
         """What a block needs to know of where its rows stand, besides the caches."""
         ...
 
-    def row_multiple(self, spec: ModelSpec) -> int:
-        """Rows must come in multiples of this for a row's bits not to depend on how many there are."""
+    def rows(self, spec: ModelSpec) -> RowsInfo:
+        """How rows must be run for a row's bits not to depend on how many there are."""
         ...
 
     def attention(

@@ -16,7 +16,7 @@ from eexport.export.folded import folded_attention, masked_inputs
 from eexport.export.graph import Graph, Stored, WeightFile
 from eexport.export.quantize import block_for, quantize
 from eexport.models.spec import ModelSpec
-from eexport.runtime.manifest import TensorSpec
+from eexport.runtime.manifest import RowsInfo, TensorSpec
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -102,10 +102,10 @@ class StandardDialect:
         """See ``Dialect``."""
         return masked_inputs(spec, self.activations)
 
-    def row_multiple(self, spec: ModelSpec) -> int:
+    def rows(self, spec: ModelSpec) -> RowsInfo:
         """See ``Dialect``. Folded heads keep rows together, unless there is one head a group."""
-        quantized = self.precision in _BITS
-        return 2 if spec.num_heads == spec.num_kv_heads or (quantized and self.block_size > 32) else 1
+        lone = spec.num_heads == spec.num_kv_heads or (self.precision in _BITS and self.block_size > 32)
+        return RowsInfo(multiple=2 if lone else 1, spare=0)
 
     def attention(
         self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None

@@ -51,7 +51,7 @@ class FakeStage:
         if "write_index" in buffers:
             start = int(buffers["write_index"].array[0])
         else:
-            start = int(buffers["last_index"].array[0]) + 1 - rows
+            start = int(buffers["last_index"].array[0]) + 1 - int(buffers["new_rows"].array[0])
         for spec in self._spec.kv_inputs:
             buffers[spec.name].array[0, :, start : start + rows] = source[0, :, :1]
 

@@ -44,8 +44,8 @@ class Chain:
         weights = sum(info.bytes for name, info in manifest.files.items() if name.endswith(".bin"))
         with huge_page_heap(weights + weights // 3):  # a third more: what kernels precompute from them
             self._stages: list[Stage] = [backend.load(bundle / stage.graph, stage) for stage in manifest.stages]
-        self._positions = positions_for(manifest.blocks[0], manifest.model, backend)
-        self._multiple = manifest.row_multiple
+        self._positions = positions_for(manifest.blocks[0], manifest.model, manifest.rows, backend)
+        self._multiple = manifest.rows.multiple
         self._steps: dict[int, _Step] = {}
         self._heads: dict[int, _Head] = {}
 
@@ -63,8 +63,7 @@ class Chain:
             ContextError: When the rows do not fit; the cache is as before.
         """
         count = len(ids)
-        if self.kv.reserve(count):
-            self._steps.clear()
+        self.reserve(count)
         rows = self._padded(count)
         step = self._steps.get(rows) or self._bind(rows)
         step.token_ids[0, :count] = ids
@@ -81,6 +80,11 @@ class Chain:
         head.source[0, head_rows:] = wanted[-1]
         head.run()
         return head.logits[0, :head_rows]
+
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` more tokens at once, where they would come in several steps. Raises ContextError."""
+        if self.kv.reserve(rows):
+            self._steps.clear()
 
     def reset(self) -> None:
         """Forget the conversation and give its memory back."""

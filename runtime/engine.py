@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -69,6 +70,7 @@ class Engine:
         self.codec = codec
         self.context = context
         self._chain = chain
+        self._depth, self._blocks = manifest.model.num_layers, len(manifest.blocks)
         self._cached: list[int] = []  # the tokens whose keys and values the chain holds
         self._request = 0
         self._stats = Stats()
@@ -183,7 +185,6 @@ class Engine:
             ends |= frozenset(self.manifest.model.eos_token_ids)
         limit = self.context - len(ids)
         limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
-        depth = self.manifest.model.num_layers
         sampler, stream, stops = Sampler(params, ids), self.codec.stream(), StopMatcher(params.stop)
         started = time.perf_counter()
         logits = self._prefill(ids, reuse_cache)
@@ -210,7 +211,7 @@ class Engine:
                 stats.prefill_seconds = seconds
             else:
                 stats.decode_seconds += seconds
-            yield Token(token_id, text, logprob, top, reason, depth, None)
+            yield Token(token_id, text, logprob, top, reason, self._depth, None)
             if reason:
                 return
             started = time.perf_counter()
@@ -225,29 +226,35 @@ class Engine:
             del self._cached[shared:]
         else:
             self._reset()
-        logits: Array | None = None
-        parts = list(_chunks(ids[shared:], PREFILL_ROWS))
-        for index, part in enumerate(parts):
-            logits = self._forward(self._request, part, head_rows=int(index == len(parts) - 1))
-        assert logits is not None
-        return logits
+        new = ids[shared:]
+        with self._whole_or_reset(len(new)):
+            self._chain.reserve(len(new))
+        *parts, last = _chunks(new, PREFILL_ROWS)
+        for part in parts:
+            self._forward(self._request, part, head_rows=0)
+        return self._forward(self._request, last)
 
     def _forward(self, request: int, ids: list[int], head_rows: int = 1) -> Array:
         self._claim(request)
-        try:
+        with self._whole_or_reset(len(ids)):
             logits = self._chain.forward(ids, head_rows)
+        self._cached += ids
+        self._stats.layers_executed += self._depth * len(ids)
+        self._stats.engines_launched += 1 + self._blocks + (head_rows > 0)
+        return logits
+
+    @contextmanager
+    def _whole_or_reset(self, rows: int) -> Iterator[None]:
+        """Empty the cache when a step breaks off: some blocks would have its rows and some not."""
+        try:
+            yield
         except MemoryError:
-            length = len(self._cached) + len(ids)
+            length = len(self._cached) + rows
             self._reset()
             raise DeviceError(f"out of memory at {length} tokens: use a smaller --context") from None
-        except BaseException:  # also Ctrl-C inside a run: some blocks have these rows and some do not
+        except BaseException:  # also Ctrl-C
             self._reset()
             raise
-        self._cached += ids
-        blocks = len(self.manifest.blocks)
-        self._stats.layers_executed += self.manifest.model.num_layers * len(ids)
-        self._stats.engines_launched += 1 + blocks + (head_rows > 0)
-        return logits
 
     def _claim(self, request: int) -> None:
         if request != self._request:

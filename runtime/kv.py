@@ -4,8 +4,8 @@ from eexport.runtime.backend import Backend, Buffer
 from eexport.runtime.errors import ContextError
 from eexport.runtime.manifest import Manifest
 
-# Masked attention pays for the capacity, not the length, so caches follow the length in small steps.
-_STEP = 128
+# Growing copies the caches and binds them anew; masked attention pays for the capacity and not the length.
+_STEP = 256
 
 
 class KVCache:
@@ -19,12 +19,12 @@ class KVCache:
         self.buffers: dict[str, Buffer] = {}
         self._specs = [spec for block in manifest.blocks for spec in block.kv_inputs]
         self._backend = backend
-        self._padding = manifest.row_multiple - 1  # rows that a step may write beyond those asked for
+        self._overrun = manifest.rows.overrun
 
     def reserve(self, rows: int) -> bool:
         """Make room for ``rows`` more tokens; True when the buffers are new and must be bound again.
 
-        Rows that only pad a step to the manifest's multiple fit too.
+        The rows that a step may touch beyond these (``RowsInfo.overrun``) fit too.
 
         Raises:
             ContextError: When that would exceed the limit. Nothing has changed then.
@@ -34,11 +34,11 @@ class KVCache:
             raise ContextError(
                 f"{needed} tokens do not fit in the context of {self.limit}: shorten the prompt or raise --context"
             )
-        needed += self._padding
+        needed += self._overrun
         if needed <= self.capacity:
             return False
         step = max(_STEP, self.length // 8 // _STEP * _STEP)  # growing copies the cache: seldom when it is large
-        self.capacity = min(-(-needed // step) * step, -(-(self.limit + self._padding) // _STEP) * _STEP)
+        self.capacity = min(-(-needed // step) * step, -(-(self.limit + self._overrun) // _STEP) * _STEP)
         for spec in self._specs:
             grown = self._backend.allocate(spec.sized(B=1, C=self.capacity), spec.dtype)
             if self.length:

@@ -94,6 +94,24 @@ class KVInfo:
 
 
 @dataclasses.dataclass(frozen=True)
+class RowsInfo:
+    """How rows must be run for a row's bits not to depend on how many run with it.
+
+    Kernels may treat a lone row otherwise than the same row among others. ``multiple``: rows come in multiples of this,
+    padded by the caller. ``spare``: blocks pad their own attention by this many rows at the end, and lengths that are
+    passed to them count these rows; the keys they leave lie beyond the valid ones and are written over.
+    """
+
+    multiple: int
+    spare: int
+
+    @property
+    def overrun(self) -> int:
+        """Cache rows that a step may touch beyond those asked for."""
+        return self.multiple - 1 + self.spare
+
+
+@dataclasses.dataclass(frozen=True)
 class TextInfo:
     """Tokenizer side files and the strings a chat template may refer to."""
 
@@ -112,17 +130,16 @@ class FileInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json. ``parity`` and ``built_with`` are records for people, not read by the engine.
+    """Everything in manifest.json; ``exits`` are the depths with a trained exit head.
 
-    ``row_multiple``: rows run in multiples of this, because a lone row may take another kernel and give other bits than
-    the same row among others. ``exits``: depths with a trained exit head.
+    ``parity`` and ``built_with`` are records for people and not read by the engine.
     """
 
     dialect: Literal["ort", "standard"]
     model: ModelInfo
     precision: PrecisionInfo
     kv: KVInfo
-    row_multiple: int
+    rows: RowsInfo
     stages: tuple[StageSpec, ...]
     exits: tuple[int, ...]
     text: TextInfo
@@ -232,7 +249,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
         model=ModelInfo(**model),
         precision=PrecisionInfo(**raw["precision"]),
         kv=KVInfo(**raw["kv"]),
-        row_multiple=raw["row_multiple"],
+        rows=RowsInfo(**raw["rows"]),
         stages=stages,
         exits=tuple(raw["exits"]),
         text=text,

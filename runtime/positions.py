@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from eexport.runtime.backend import Array, Backend, Buffer
-from eexport.runtime.manifest import ModelInfo, StageSpec
+from eexport.runtime.manifest import ModelInfo, RowsInfo, StageSpec
 
 Fill = Callable[[int], None]
 """Writes the inputs for rows that start at this position."""
@@ -25,11 +25,11 @@ class Positions(Protocol):
         ...
 
 
-def positions_for(block: StageSpec, model: ModelInfo, backend: Backend) -> Positions:
+def positions_for(block: StageSpec, model: ModelInfo, rows: RowsInfo, backend: Backend) -> Positions:
     """The form that ``block`` asks for."""
     inputs = {spec.name: spec for spec in block.inputs}
-    form = MaskedPositions if "mask" in inputs else TablePositions
-    return form(RopeTable(model, inputs["hidden"].dtype), backend)
+    rope = RopeTable(model, inputs["hidden"].dtype)
+    return MaskedPositions(rope, backend) if "mask" in inputs else TablePositions(rope, rows.spare, backend)
 
 
 class RopeTable:
@@ -54,8 +54,8 @@ class RopeTable:
 class TablePositions:
     """Inputs cos_table, sin_table [C, Hd/2]; last_index, new_rows [B] and total_length [1] (int32)."""
 
-    def __init__(self, rope: RopeTable, backend: Backend) -> None:
-        self._rope, self._backend = rope, backend
+    def __init__(self, rope: RopeTable, spare: int, backend: Backend) -> None:
+        self._rope, self._spare, self._backend = rope, spare, backend
         self._tables: dict[str, Buffer] = {}
 
     def bind(self, rows: int, capacity: int) -> tuple[Mapping[str, Buffer], Fill]:
@@ -65,11 +65,11 @@ class TablePositions:
                 self._tables[name] = self._backend.allocate(values.shape, self._rope.dtype)
                 self._tables[name].array[...] = values
         last, total, new = (self._backend.allocate((1,), "int32") for _ in range(3))
-        new.array[0] = rows
+        seen = new.array[0] = rows + self._spare
 
         def fill(start: int, last: Array = last.array, total: Array = total.array) -> None:
-            last[0] = start + rows - 1
-            total[0] = start + rows
+            last[0] = start + seen - 1
+            total[0] = start + seen
 
         return {**self._tables, "last_index": last, "total_length": total, "new_rows": new}, fill
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from eexport.runtime.backend import Array, Backend, Buffer
 from eexport.runtime.chain import Chain
 from eexport.runtime.errors import BundleError
-from eexport.runtime.manifest import Manifest, ModelInfo, StageSpec
+from eexport.runtime.manifest import Manifest, ModelInfo, RowsInfo, StageSpec
 from eexport.runtime.positions import positions_for
 
 REFERENCE_NAME = "reference.npz"
@@ -75,20 +75,20 @@ class Parity:
 class StageRunner:
     """Runs single stages over T rows from an empty cache."""
 
-    def __init__(self, backend: Backend, folder: Path, model: ModelInfo) -> None:
-        self._backend, self._folder, self._model = backend, folder, model
+    def __init__(self, backend: Backend, folder: Path, model: ModelInfo, rows: RowsInfo) -> None:
+        self._backend, self._folder, self._model, self._rows = backend, folder, model, rows
 
     def run(self, stage: StageSpec, source: Array) -> Array:
         """Output [T, D] or [T, V] of ``stage`` for token ids [T] or hidden states [T, D]."""
         rows = len(source)
-        sizes = {"B": 1, "T": rows, "C": -(-rows // 64) * 64}
+        sizes = {"B": 1, "T": rows, "C": -(-(rows + self._rows.spare) // 64) * 64}
         buffers: dict[str, Buffer] = {}
         for spec in (stage.inputs[0], stage.outputs[0], *stage.kv_inputs):
             buffer = buffers[spec.name] = self._backend.allocate(spec.sized(**sizes), spec.dtype)
             if spec.name.startswith("past."):
                 buffers[spec.name.replace("past.", "present.", 1)] = buffer
         if stage.kind == "block":
-            positions, fill = positions_for(stage, self._model, self._backend).bind(rows, sizes["C"])
+            positions, fill = positions_for(stage, self._model, self._rows, self._backend).bind(rows, sizes["C"])
             buffers.update(positions)
             fill(0)
         result = buffers[stage.outputs[0].name]
@@ -128,7 +128,7 @@ def failure(parity: Parity, least_cosine: float) -> str | None:
 def verify_bundle(folder: Path, manifest: Manifest, backend: Backend) -> list[Parity]:
     """Parity of every stage alone, and of the whole chain (stage ``chain``), on this machine."""
     reference = Reference.load(folder)
-    runner = StageRunner(backend, folder, manifest.model)
+    runner = StageRunner(backend, folder, manifest.model, manifest.rows)
     embed, *blocks, head = manifest.stages
     results = [compare(embed.name, runner.run(embed, reference.token_ids), reference.hidden[0])]
     for index, block in enumerate(blocks):

@@ -207,9 +207,10 @@ def fill_positions(buffers: dict[str, Buffer], manifest: Manifest, starts: list[
     arrays = {name: buffer.array for name, buffer in buffers.items()}
     if "mask" not in arrays:
         arrays["cos_table"][...], arrays["sin_table"][...] = cos, sin
-        arrays["last_index"][...] = [start + rows - 1 for start in starts]
-        arrays["new_rows"][...] = rows
-        arrays["total_length"][...] = max(starts) + rows
+        seen = rows + manifest.rows.spare
+        arrays["last_index"][...] = [start + seen - 1 for start in starts]
+        arrays["new_rows"][...] = seen
+        arrays["total_length"][...] = max(starts) + seen
         return
     arrays["write_index"][...] = starts
     for slot, start in enumerate(starts):

@@ -45,7 +45,7 @@ def test_fp32_knows_its_language(fp32_engine: Engine, scored_ids: list[int]) -> 
     logits = fp32_engine.score(scored_ids[:-1])
     chosen = np.take_along_axis(logits, np.array(scored_ids)[1:, None], axis=-1)[:, 0]
     surprise = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1) - chosen
-    assert surprise.mean() < 2.5
+    assert surprise.mean() < 4  # of ln V, over 10, for a guess
 
 
 def test_int8_agrees_with_fp32(real_bundle: Make, fp32_engine: Engine, backend: Backend, scored_ids: list[int]) -> None:

@@ -122,14 +122,16 @@ def test_angles_are_fp32_and_cast_last(
 def test_positions_of_rows(dialect: str, backend: Backend, tiny_checkpoint: Make, tiny_bundle: Make) -> None:
     manifest = read_manifest(tiny_bundle(tiny_checkpoint("mistral", head_dim=32, kv_heads=1), dialect=dialect))
     block, rope = manifest.blocks[0], RopeTable(manifest.model, "float32")
-    buffers, fill = positions_for(block, manifest.model, backend).bind(2, 128)
+    buffers, fill = positions_for(block, manifest.model, manifest.rows, backend).bind(2, 128)
     named = {spec.name: spec.sized(B=1, T=2, C=128) for spec in block.inputs if spec.name in buffers}
     assert named == {name: buffer.shape for name, buffer in buffers.items()}
-    for start in (5, 0, 126):
+    for start in (5, 0, 126 - manifest.rows.spare):
         fill(start)
         values = {name: buffer.array for name, buffer in buffers.items()}
-        check = _check_mask if dialect == "standard" else _check_lengths
-        check(values, start, rope.upto(128)[0])
+        if dialect == "standard":
+            _check_mask(values, start, rope.upto(128)[0])
+        else:
+            _check_lengths(values, start, 2 + manifest.rows.spare, rope.upto(128)[0])
 
 
 def _check_mask(values: dict[str, NDArray[Any]], start: int, cos: NDArray[Any]) -> None:
@@ -140,8 +142,8 @@ def _check_mask(values: dict[str, NDArray[Any]], start: int, cos: NDArray[Any]) 
         assert np.array_equal(mask == -np.inf, np.arange(128) > start + row)
 
 
-def _check_lengths(values: dict[str, NDArray[Any]], start: int, cos: NDArray[Any]) -> None:
-    assert values["last_index"].tolist() == [start + 1]
-    assert values["total_length"].tolist() == [start + 2]
-    assert values["new_rows"].tolist() == [2]
+def _check_lengths(values: dict[str, NDArray[Any]], start: int, rows: int, cos: NDArray[Any]) -> None:
+    assert values["last_index"].tolist() == [start + rows - 1]
+    assert values["total_length"].tolist() == [start + rows]
+    assert values["new_rows"].tolist() == [rows]
     assert np.array_equal(values["cos_table"], cos)
