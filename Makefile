@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-DEMO := build/demo
+DEMO := bundles/demo
 MODEL := smollm2-135m-instruct
 TORCH := torch==2.13.0# a pin that resolves to a CPU build where one is offered
 
@@ -43,9 +43,29 @@ bench: $(VENV)/.base
 	test -f $(DEMO)/manifest.json || $(BIN)/eexport build $(MODEL) -o $(DEMO)
 	$(BIN)/eexport bench $(DEMO)
 
+# The peers live in an environment of their own; llama.cpp is compiled for this CPU. Takes about 15 minutes at first.
+PEERS := .venv-peers
+$(PEERS)/.done: tests/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q $(TORCH)
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS)/bin/pip install -q -r tests/peers/requirements.txt
+	touch $@
+
+PEER_BUNDLES := int4 int4-b128 int8 int4-one
+bundles/peers/int4: OPTIONS := --precision int4
+bundles/peers/int4-b128: OPTIONS := --precision int4 --block-size 128
+bundles/peers/int8: OPTIONS := --precision int8
+bundles/peers/int4-one: OPTIONS := --precision int4 --blocks 1
+$(PEER_BUNDLES:%=bundles/peers/%): $(VENV)/.base
+	$(BIN)/eexport build $(MODEL) -o $@ $(OPTIONS) --force
+
+GGUF = $$($(BIN)/python -c 'from eexport.models.recipe import fetch, find_recipe; print(fetch(find_recipe("$(MODEL)")))')
+bench-peers: $(PEERS)/.done $(PEER_BUNDLES:%=bundles/peers/%)
+	$(BIN)/python tests/peers/bench_peers.py --gguf $(GGUF) $(foreach b,$(PEER_BUNDLES),--bundle $b=bundles/peers/$b)
+
 wheel: $(VENV)/.dev
-	$(BIN)/pip install -q build
-	$(BIN)/python -m build --wheel --outdir dist .
+	rm -rf build
+	$(BIN)/pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf build dist .types .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build dist bundles .types .mypy_cache .pytest_cache .ruff_cache *.egg-info
