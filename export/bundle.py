@@ -24,11 +24,11 @@ def bundle_folder(out: Path, *, force: bool, needed_bytes: int) -> Iterator[Path
         BundleError: ``out`` is in use, or the disk is full or read-only.
     """
     out = out.resolve()  # "." has no name, and a link is to stay one
-    _check_target(out, force)
     parent = out.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(out)
+        _check_target(out, force)
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
             raise BundleError(
@@ -93,11 +93,19 @@ def _partial(out: Path, pid: int) -> Path:
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Clear what a killed build left; one that still runs keeps its folder."""
-    for path in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and not _runs(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+    """Clear what a killed build left; one that still runs keeps its folder.
+
+    A build killed between its two renames had moved the old bundle aside: that one is put back.
+    """
+    for kind in ("replaced", "partial"):
+        for path in out.parent.glob(f".{glob.escape(out.name)}.{kind}-*"):
+            pid = path.name.rpartition("-")[2]
+            if not pid.isdecimal() or _runs(int(pid)):
+                continue
+            if kind == "replaced" and not out.exists():
+                os.rename(path, out)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _runs(pid: int) -> bool:

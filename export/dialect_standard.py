@@ -32,7 +32,8 @@ class StandardDialect:
         # No 4-bit Gather in either runtime, and the table is stored once: embedding and head stay at 8 bits.
         self.vocab_precision: Precision = "int8" if precision == "int4" else precision
         self.activations = "float32" if precision == "fp32" else "float16"
-        self.matmul_activations = self.activations
+        # As ONNX Runtime computes it; TensorRT keeps fp16.
+        self.matmul_activations = "int8" if precision in _BITS else self.activations
 
     @property
     def _torch_dtype(self) -> torch.dtype:

@@ -63,7 +63,7 @@ class OrtBackend:
     device = "cpu"
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or default_threads()
+        self.threads = threads or _pool_threads or default_threads()
         _start_pool(self.threads)
         self._options = _session_options()
         self._run_options = ort.RunOptions()
@@ -113,4 +113,6 @@ def _session_options() -> ort.SessionOptions:
     options.enable_mem_pattern = False
     # The standard dialect's DequantizeLinear + MatMul becomes MatMulNBits, with int8 activations for speed.
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4")
+    # Its embedding gathers int8 between Quantize- and DequantizeLinear, a pair that is dropped only with this.
+    options.add_session_config_entry("session.qdqisint8allowed", "1")
     return options

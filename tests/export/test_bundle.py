@@ -215,3 +215,13 @@ def _free_pid() -> int:
     process = subprocess.Popen([shutil.which("true") or sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+def test_a_bundle_that_a_killed_build_moved_aside_is_put_back(tmp_path: Path) -> None:
+    aside = tmp_path / f".bundle.replaced-{2**22 + 1}"  # above any process id
+    aside.mkdir()
+    (aside / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(BundleError, match="holds a bundle already"):
+        with bundle_folder(tmp_path / "bundle", force=False, needed_bytes=0):
+            pass
+    assert (tmp_path / "bundle" / MANIFEST_NAME).is_file() and not aside.exists()
