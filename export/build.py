@@ -41,8 +41,8 @@ from eexport.runtime.verify import TOP, Parity, Reference, StageRunner, compare,
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 DIALECTS: tuple[DialectName, ...] = ("ort", "standard")
 
-# The worst row of a stage fed with the reference's input must come this close. A wrong graph is far below all of them.
-_LEAST_COSINE = {"fp32": 0.99999, "fp16": 0.999, "int8": 0.99, "int4": 0.75}
+# On average the rows of a stage fed with the reference's input must come this close. A wrong graph is far below.
+_LEAST_COSINE = {"fp32": 0.99999, "fp16": 0.999, "int8": 0.99, "int4": 0.9}
 _BYTES_PER_WEIGHT = {"fp32": 4.0, "fp16": 2.0, "int8": 1.125, "int4": 0.65}
 
 _PROBE_TEXT = (
@@ -61,7 +61,7 @@ class BuildError(EexportError):
 class BuildOptions:
     """What to build. ``blocks`` is described at ``blocks.plan_blocks``."""
 
-    precision: Precision = "int4"
+    precision: Precision = "int8"
     dialect: DialectName = "ort"
     blocks: str = "auto"
     vocab_precision: Precision | None = None

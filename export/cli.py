@@ -100,7 +100,7 @@ _SAMPLING = _options(
 @cli.command()
 @click.argument("checkpoint")
 @click.option("-o", "--output", type=_PATH, required=True, help="Folder for the bundle.")
-@_option("--precision", "Of the layers' weights.", _PRECISION, default="int4", show_default=True)
+@_option("--precision", "Of the layers' weights.", _PRECISION, default="int8", show_default=True)
 @_option("--vocab-precision", "Of embedding and head, if another.", _PRECISION)
 @_option("--block-size", "Weights per scale: 32, or faster 64 or 128.", int, default=32, show_default=True)
 @_option("--dialect", "ONNX Runtime's operators or opset 24.", _DIALECT, default="ort", show_default=True)
@@ -136,7 +136,7 @@ def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
     click.echo(
         f"{output}: {manifest.model.name}, {options['precision']}, {size(facts['bytes'])}\n"
         f"blocks  {len(facts['blocks'])}, of layers {layers}\n"
-        f"parity  worst cosine {worst['cosine']:.6f} ({worst['stage']}); the whole chain picks the "
+        f"parity  lowest cosine {worst['cosine']:.6f} ({worst['stage']}); the whole chain picks the "
         f"reference's token in {stages[-1]['argmax_agreement']:.1%} of places\n"
         f"run it  eexport run {shlex.quote(str(output))} 'Hello'"
     )

@@ -30,23 +30,24 @@ class OrtDialect:
         return file.add(name, vector.float().numpy())
 
     def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
-        """See ``Dialect``."""
-        return self._store(file, name, weight, self.precision)
+        """See ``Dialect``. MatMulNBits takes a last block that is not full."""
+        return self._store(file, name, weight, self.precision, self.block_size)
 
     def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
-        """See ``Dialect``."""
-        return self._store(file, name, weight, self.vocab_precision)
+        """See ``Dialect``. GatherBlockQuantized takes whole blocks only."""
+        block = block_for(weight.shape[1], self.block_size) or 0  # 0 was refused before, unless nothing is quantised
+        return self._store(file, name, weight, self.vocab_precision, block)
 
-    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision) -> Matrix:
+    def _store(self, file: WeightFile, name: str, weight: Tensor, precision: Precision, block: int) -> Matrix:
         rows, columns = weight.shape
         if precision not in _BITS:
             dtype = torch.float16 if precision == "fp16" else torch.float32
             return Matrix((file.add(name, weight.to(dtype).numpy()),), (rows, columns))
-        bits, block = _BITS[precision], block_for(columns, self.block_size)
-        assert block is not None  # checked before the build
-        quantized = quantize(weight, bits, block, torch.float32)
+        padded = torch.nn.functional.pad(weight, (0, -columns % block))
+        quantized = quantize(padded, _BITS[precision], block, torch.float32)
         values = file.add(f"{name}.values", _packed(quantized).numpy())
-        return Matrix((values, file.add(f"{name}.scales", quantized.scales.numpy())), (rows, columns), bits, block)
+        scales = file.add(f"{name}.scales", quantized.scales.numpy())
+        return Matrix((values, scales), (rows, columns), quantized.bits, block)
 
     def linear(self, graph: Graph, name: str, source: str, matrix: Matrix, bias: Stored | None) -> str:
         """See ``Dialect``."""

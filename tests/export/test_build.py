@@ -253,7 +253,7 @@ class TestParity:
         monkeypatch.setattr(dialect, "linear", lambda self, *arguments: whole(self, *arguments[:-1], None))
         folder = tiny_checkpoint("qwen2")
         message = refusal(folder, tmp_path / "bundle", precision=precision, dialect=dialect.name)
-        assert f"parity failed at {precision}: block_00 has cosine" in message
+        assert f"parity failed at {precision}: block_00 has a mean cosine" in message
 
     @pytest.mark.parametrize("dialect", [OrtDialect, StandardDialect])
     def test_a_wrong_matrix(
@@ -266,7 +266,7 @@ class TestParity:
             return store(self, file, name, weight.flip(0) if wrong else weight)
 
         monkeypatch.setattr(dialect, "store_matrix", swap)
-        assert "block_02 has cosine" in refusal(
+        assert "block_02 has a mean cosine" in refusal(
             tiny_checkpoint(), tmp_path / "bundle", dialect=dialect.name, blocks="3"
         )
 
@@ -281,7 +281,7 @@ class TestParity:
 
         monkeypatch.setattr(dialect, "store_table", swap)
         folder = tiny_checkpoint(tied=False)
-        assert "head has cosine" in refusal(folder, tmp_path / "bundle", dialect=dialect.name)
+        assert "head has a mean cosine" in refusal(folder, tmp_path / "bundle", dialect=dialect.name)
 
     @pytest.mark.parametrize("precision", ["fp16", "int8"])
     def test_fp16_that_overflows(self, precision: str, tmp_path: Path) -> None:

@@ -87,13 +87,13 @@ def test_a_reference_that_cannot_be_read(bundle: Path, tmp_path: Path) -> None:
         Reference.load(copy)
 
 
-def test_compare_takes_the_worst_row() -> None:
+def test_compare_gives_the_mean_and_the_worst_row() -> None:
     expected = rows(5, 8)
     found = expected.copy()
     found[3] *= -1
     found[1] *= 2
     parity = compare("block_00", found, expected)
-    assert parity.cosine == pytest.approx(-1)
+    assert parity.cosine == pytest.approx(3 / 5) and parity.worst_cosine == pytest.approx(-1)
     assert parity.max_difference == pytest.approx(max(2 * np.abs(expected[3]).max(), np.abs(expected[1]).max()))
     same = compare("block_00", expected, expected)
     assert same.cosine == pytest.approx(1) and same.max_difference == same.relative == 0
