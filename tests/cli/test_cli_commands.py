@@ -38,9 +38,7 @@ def test_build_tells_what_it_made_and_how_to_run_it(call: Call, checkpoint: Path
     replaced = call("build", checkpoint, "-o", out, "--force", "--precision", "int8", "--json")
     facts = json.loads(replaced.out)
     assert (facts["precision"]["weights"], facts["blocks"]) == ("int8", [[0, 4]])
-    assert facts["bytes"] == sum(
-        path.stat().st_size for path in out.iterdir() if path.name != "manifest.json"
-    )
+    assert facts["bytes"] == sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
     assert [path.name for path in tmp_path.iterdir()] == ["my bundle"]
 
 
@@ -80,9 +78,7 @@ def test_run_passes_every_sampling_option_on(call: Call, bundle: Path) -> None:
     asked = ("run", bundle, "hello", "--json", "--max-tokens", 8, *options.split(), *more.split())
     first, second = (json.loads(call(*asked).out) for _ in range(2))
     assert first["token_ids"] == second["token_ids"] and first["context"] == 64
-    forced = call(
-        "run", bundle, "hello", "--logit-bias", "9=100", "--max-tokens", 3, "--ignore-eos", "--json"
-    )
+    forced = call("run", bundle, "hello", "--logit-bias", "9=100", "--max-tokens", 3, "--ignore-eos", "--json")
     assert json.loads(forced.out)["token_ids"] == [9, 9, 9]
 
 
@@ -139,9 +135,7 @@ def test_chat_reuses_the_cache_and_says_the_same(bundle: Path) -> None:
         said.clear()
         assert conversation.reply(text, said.append) == "length"
     assert warm.stats().reused_tokens > 8
-    fresh = Engine.load(bundle).generate(
-        conversation.messages[:-1], max_tokens=8, ignore_eos=True, reuse_cache=False
-    )
+    fresh = Engine.load(bundle).generate(conversation.messages[:-1], max_tokens=8, ignore_eos=True, reuse_cache=False)
     assert "".join(token.text for token in fresh) == "".join(said) == conversation.messages[-1]["content"]
     conversation.reset()
     assert conversation.messages == []
@@ -179,9 +173,7 @@ def test_bench(call: Call, bundle: Path) -> None:
     assert (told["prompt_tokens"], told["tokens"], told["repeats"]) == (200, 8, 2)
     assert told["prefill_tokens_per_second"] > 0 < told["decode_tokens_per_second"]
     assert 0 < told["token_ms_p50"] <= told["token_ms_p95"]
-    assert (
-        told["kv_bytes"] == 4 * 2 * 2 * 16 * 4 * 208
-    )  # layers, key and value, kv heads, width, bytes, tokens
+    assert told["kv_bytes"] == 4 * 2 * 2 * 16 * 4 * 208  # layers, key and value, kv heads, width, bytes, tokens
     shown = call(*asked)
     assert "tok/s" in shown.out and "\x1b" not in shown.out and shown.err == ""
     assert "context of 512" in call("bench", bundle).error
@@ -197,9 +189,7 @@ def test_inspect(call: Call, bundle: Path) -> None:
     assert facts["kv"]["bytes_per_token"] * 512 == facts["kv"]["bytes_at_full_context"]
     assert facts["candidate_exits"] == [2] and facts["built_with"]["options"]["precision"] == "int8"
     shown = call("inspect", bundle).out
-    assert (
-        "block_01" in shown and "per 1k tokens" in shown and "after layers 2" in shown and "\x1b" not in shown
-    )
+    assert "block_01" in shown and "per 1k tokens" in shown and "after layers 2" in shown and "\x1b" not in shown
 
 
 def test_verify(call: Call, bundle: Path) -> None:

@@ -143,9 +143,7 @@ def read_only(bundle: Path, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_read_only_bundle_and_folder_and_no_home(
-    start: Start, call: Call, checkpoint: Path, read_only: Path
-) -> None:
+def test_read_only_bundle_and_folder_and_no_home(start: Start, call: Call, checkpoint: Path, read_only: Path) -> None:
     nowhere = environment(HOME=None, XDG_CACHE_HOME=None, PYTHONDONTWRITEBYTECODE="1")
     done = finish(start("run", ".", "hello", "--max-tokens", 3, cwd=read_only, env=nowhere))
     assert (done.code, done.err) == (0, "") and done.out.endswith("\n")
@@ -162,9 +160,7 @@ def test_accented_paths_everywhere(
     assert sorted(path.name for path in home.iterdir()) == ["paquet é", "point de contrôle"]
     moved = (home / "paquet é").rename(home / "déplacé")
     expected = call("run", moved, "héllo", "--max-tokens", 4).out
-    done = finish(
-        start("run", moved, "héllo", "--max-tokens", 4, cwd="/", env=environment(LC_ALL="C", LANG="C"))
-    )
+    done = finish(start("run", moved, "héllo", "--max-tokens", 4, cwd="/", env=environment(LC_ALL="C", LANG="C")))
     assert (done.code, done.out, done.err) == (0, expected, "")
     (moved / "block_00.onnx").unlink()
     done = finish(start("verify", moved, cwd="/", env=environment(LC_ALL="C")))

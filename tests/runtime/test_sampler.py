@@ -64,9 +64,7 @@ def test_draws_follow_the_distribution(chosen):
     assert chi2 < CHI2[kept.sum() - 2]
 
 
-@pytest.mark.parametrize(
-    "chosen", [*FILTERS, {"top_k": 50, "top_p": 0.95}, {"temperature": 8.0, "top_p": 0.99}]
-)
+@pytest.mark.parametrize("chosen", [*FILTERS, {"top_k": 50, "top_p": 0.95}, {"temperature": 8.0, "top_p": 0.99}])
 def test_a_large_vocabulary_gives_the_same_distribution(chosen):
     logits = row()
     sampler = Sampler(SamplingParams(**{"temperature": 1.0, "seed": 1} | chosen))

@@ -17,9 +17,7 @@ def run(stops, deltas):
     return "".join(out), matcher.matched, out
 
 
-@pytest.mark.parametrize(
-    "deltas", [["one END two"], ["one ", "E", "N", "D two"], list("one END two"), ["one EN", "D"]]
-)
+@pytest.mark.parametrize("deltas", [["one END two"], ["one ", "E", "N", "D two"], list("one END two"), ["one EN", "D"]])
 def test_a_stop_string_across_tokens(deltas):
     text, stopped, out = run(["END"], deltas)
     assert (text, stopped) == ("one ", True)

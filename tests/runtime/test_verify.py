@@ -68,7 +68,7 @@ def test_a_wrong_stage_is_named(bundle: Path, tmp_path: Path, backend: Backend) 
     results = verify_bundle(copy, read_manifest(copy), backend)
     problems = [problem for result in results if (problem := failure(result, 0.999))]
     assert [problem.split()[0] for problem in problems] == ["block_01", "chain"]
-    assert "at least 0.999" in problems[0]
+    assert "0.999 is needed" in problems[0]
 
 
 def test_a_reference_that_cannot_be_read(bundle: Path, tmp_path: Path) -> None:
