@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import Tensor
 
@@ -118,6 +119,7 @@ class _Build:
     def write(self) -> Manifest:
         text = self._write_text()
         ids = np.array(self._probe_ids())
+        self._rows = len(ids)
         embed, *blocks, head = self._stages
         hidden = self._write_embed(embed, ids)
         boundaries, chained = [hidden.numpy()[0]], self._runner.run(embed, ids)
@@ -228,7 +230,7 @@ class _Build:
             text=text,
             sampling={name: float(value) for name, value in self._checkpoint.sampling.items()},
             parity={
-                "rows": _PROBE_ROWS,
+                "rows": self._rows,
                 "least_cosine": self._least_cosine,
                 "stages": [asdict(p) for p in self._parity],
             },
@@ -291,12 +293,13 @@ def _model_info(checkpoint: Checkpoint) -> ModelInfo:
 
 
 def _built_with(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, Any]:
-    packages = ("eexport", "torch", "onnx", "onnxruntime", "numpy", "tokenizers")
+    packages = ("eexport", "torch", "onnx", "numpy", "tokenizers")
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
+        "onnxruntime": onnxruntime.__version__,  # its package may be onnxruntime-gpu
         "checkpoint": checkpoint.source,
         "options": asdict(options),
     }

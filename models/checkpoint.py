@@ -52,9 +52,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: It cannot be used as it is: unsupported, incomplete, or with tensors left over.
     """
     place = Path(path)
-    if not place.exists():
-        recipe = find_recipe(str(path))
-        place = _download(str(path)) if recipe is None else fetch(recipe)
+    if place.exists():
+        return _open(place)
+    recipe = find_recipe(str(path))
+    if recipe is None:
+        return _open(_download(str(path)))
+    opened = _open(fetch(recipe))
+    return replace(opened, source={**opened.source, "name": recipe.name})
+
+
+def _open(place: Path) -> Checkpoint:
     return _open_gguf(place) if place.is_file() else _open_folder(place)
 
 

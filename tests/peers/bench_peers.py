@@ -67,7 +67,7 @@ def start_workers(args: argparse.Namespace, models: Path) -> list[Worker]:
 
 def agreement(worker: Worker, prompts: list[dict[str, list[int]]]) -> float:
     """Share of positions whose greedy token is the fp32 model's, teacher-forced on its output."""
-    hits = [
+    hits: list[bool] = [
         worker.ask("prefill", prompt_ids=prompt["prompt_ids"] + prompt["greedy_ids"][:k])["token_id"] == token
         for prompt in prompts
         for k, token in enumerate(prompt["greedy_ids"])

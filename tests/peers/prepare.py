@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 # Precision and options of onnxruntime-genai's builder. accuracy_level 4 (int8 activations), fused gate/up
@@ -142,17 +143,11 @@ def main() -> None:
     folder = model_folder(args.gguf, args.cache)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"peers' models in {folder}", flush=True)
-    once(folder / "hf", lambda part: write_huggingface(args.gguf, part))
+    once(folder / "hf", partial(write_huggingface, args.gguf))
     for form, (precision, options) in GENAI_FORMS.items():
-        once(
-            folder / f"genai-{form}",
-            lambda part, precision=precision, options=options: build_genai(folder / "hf", precision, options, part),
-        )
+        once(folder / f"genai-{form}", partial(build_genai, folder / "hf", precision, options))
     for form, (ftype, pure) in LLAMACPP_FORMS.items():
-        once(
-            folder / f"llamacpp-{form}.gguf",
-            lambda part, ftype=ftype, pure=pure: requantize(args.gguf, ftype, pure, part),
-        )
+        once(folder / f"llamacpp-{form}.gguf", partial(requantize, args.gguf, ftype, pure))
     shutil.rmtree(folder / "part-builder", ignore_errors=True)
     print(folder)
 
