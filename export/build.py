@@ -60,13 +60,14 @@ class BuildError(EexportError):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What to build. ``blocks`` is described at ``blocks.plan_blocks``."""
+    """What to build; ``blocks`` is described at ``blocks.plan_blocks``, ``exact`` at ``manifest.RowsInfo``."""
 
     precision: Precision = "int8"
     dialect: DialectName = "ort"
     blocks: str = "auto"
     vocab_precision: Precision | None = None
     block_size: int = 32
+    exact: bool = True
     force: bool = False
 
 
@@ -245,12 +246,13 @@ def _dialect(options: BuildOptions) -> Dialect:
     if options.block_size not in BLOCK_SIZES:
         raise BuildError(f"--block-size {options.block_size}: give one of {', '.join(map(str, BLOCK_SIZES))}")
     if options.dialect == "ort":
-        return OrtDialect(options.precision, options.vocab_precision or options.precision, options.block_size)
+        vocab_precision = options.vocab_precision or options.precision
+        return OrtDialect(options.precision, vocab_precision, options.block_size, options.exact)
     if options.dialect != "standard":
         raise BuildError(f"--dialect {options.dialect}: give one of {', '.join(DIALECTS)}")
     if options.vocab_precision is not None:
         raise BuildError("--vocab-precision is for the ort dialect: the standard one decides it by --precision")
-    return StandardDialect(options.precision, options.block_size)
+    return StandardDialect(options.precision, options.block_size, options.exact)
 
 
 def _check_divisible(spec: ModelSpec, dialect: Dialect, options: BuildOptions) -> None:

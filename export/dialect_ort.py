@@ -21,8 +21,9 @@ class OrtDialect:
     name: DialectName = "ort"
     activations = "float32"
 
-    def __init__(self, precision: Precision, vocab_precision: Precision, block_size: int) -> None:
+    def __init__(self, precision: Precision, vocab_precision: Precision, block_size: int, exact: bool) -> None:
         self.precision, self.vocab_precision, self.block_size = precision, vocab_precision, block_size
+        self.exact = exact
         self.matmul_activations = "int8" if precision in _BITS else "float32"
 
     def store_vector(self, file: WeightFile, name: str, vector: Tensor) -> Stored:
@@ -104,7 +105,9 @@ class OrtDialect:
         pairs = any(
             self.block_size > _LONE_BLOCK.get(p, self.block_size) for p in (self.precision, self.vocab_precision)
         )
-        return RowsInfo(multiple=2, spare=0) if pairs else RowsInfo(multiple=1, spare=1)
+        if not self.exact:
+            return RowsInfo(multiple=1, spare=0, exact=False)
+        return RowsInfo(multiple=2 if pairs else 1, spare=0 if pairs else 1, exact=True)
 
     def attention(
         self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None

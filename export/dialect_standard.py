@@ -27,8 +27,8 @@ class StandardDialect:
     name: DialectName = "standard"
     matmul_activations: str
 
-    def __init__(self, precision: Precision, block_size: int) -> None:
-        self.precision, self.block_size = precision, block_size
+    def __init__(self, precision: Precision, block_size: int, exact: bool) -> None:
+        self.precision, self.block_size, self.exact = precision, block_size, exact
         # No 4-bit Gather in either runtime, and the table is stored once: embedding and head stay at 8 bits.
         self.vocab_precision: Precision = "int8" if precision == "int4" else precision
         self.activations = "float32" if precision == "fp32" else "float16"
@@ -106,7 +106,7 @@ class StandardDialect:
     def rows(self, spec: ModelSpec) -> RowsInfo:
         """See ``Dialect``. Folded heads keep rows together, unless there is one head a group."""
         lone = spec.num_heads == spec.num_kv_heads or (self.precision in _BITS and self.block_size > 32)
-        return RowsInfo(multiple=2 if lone else 1, spare=0)
+        return RowsInfo(multiple=2 if lone and self.exact else 1, spare=0, exact=self.exact)
 
     def attention(
         self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None

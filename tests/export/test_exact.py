@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tiny import make_checkpoint
 
+from eexport.export.build import BuildOptions, build
+from eexport.models.checkpoint import open_checkpoint
 from eexport.runtime.backend import Backend, Buffer
 from eexport.runtime.chain import Chain
 from eexport.runtime.engine import Engine
 from eexport.runtime.manifest import Manifest, read_manifest
 from eexport.runtime.positions import RopeTable
+from eexport.runtime.summary import check
 from eexport.runtime.verify import rows_that_differ
 
 Make = Callable[..., Path]
@@ -217,3 +221,10 @@ def fill_positions(buffers: dict[str, Buffer], manifest: Manifest, starts: list[
         arrays["cos"][slot], arrays["sin"][slot] = cos[start : start + rows], sin[start : start + rows]
         visible = np.arange(64) <= np.arange(start, start + rows)[:, None]
         arrays["mask"][slot, 0] = np.where(visible, 0.0, -np.inf)
+
+
+def test_a_bundle_that_is_not_exact_says_so(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_checkpoint(tmp_path / "checkpoint"))
+    manifest = build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8", exact=False))
+    assert manifest.rows.multiple == 1 and manifest.rows.spare == 0 and not manifest.rows.exact
+    assert check(tmp_path / "bundle", "cpu", 2)["ok"]
