@@ -13,7 +13,8 @@ from contextlib import contextmanager
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
-_DEFAULT_MMAP_THRESHOLD = 128 << 10
+# glibc adapts both thresholds until one is set; these are what it would come to in a process of this kind.
+_MMAP_AFTER, _TRIM_AFTER = 1 << 20, 16 << 20
 
 
 @contextmanager
@@ -33,8 +34,8 @@ def huge_page_heap(size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        libc.mallopt(_M_MMAP_THRESHOLD, _DEFAULT_MMAP_THRESHOLD)
-        libc.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_MMAP_THRESHOLD)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_AFTER)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_AFTER)
         libc.malloc_trim(0)
 
 

@@ -100,7 +100,7 @@ class RowsInfo:
     Kernels may treat a lone row otherwise than the same row among others. ``multiple``: rows come in multiples of this,
     padded by the caller. ``spare``: blocks pad their own attention by this many rows at the end, and lengths that are
     passed to them count these rows; the keys they leave lie beyond the valid ones and are written over.
-    ``exact``: whether a row keeps its bits at all; if not, prefill, decode and verification may differ in the last ones.
+    ``exact``: whether a row keeps its bits at all; if not, prefill, decode and verification may differ a little.
     """
 
     multiple: int
