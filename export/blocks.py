@@ -3,7 +3,7 @@
     stage   inputs                                                      outputs
     embed   token_ids [B,T] i64                                         hidden [B,T,D]
     block   hidden [B,T,D], the dialect's position inputs,              hidden_out [B,T,D], present.* [B,KvH,C,Hd],
-            past.{layer}.{key,value} [B,KvH,C,Hd]                       hidden.{1..4} [B,T,D] (first block only)
+            past.{layer}.{key,value} [B,KvH,C,Hd]                       hidden.{1..4} [B,T,D] (within the block)
     head    hidden [B,T,D]                                              logits [B,T,V] f32
 
 Position inputs: ``standard`` takes cos, sin [B,T,Hd/2], mask [B,1,T,C] (added to the scores) and write_index [B] i64
@@ -91,7 +91,7 @@ def _block(
         *positions,
         *(TensorSpec(f"past.{name}", activations, cache) for name in caches),
     )
-    early = range(1, min(PREDICTOR_LAYERS + 1, layers[1])) if layers[0] == 0 else range(0)
+    early = range(layers[0] + 1, min(PREDICTOR_LAYERS + 1, layers[1]))
     outputs = (
         _hidden("hidden_out", spec, activations),
         *(TensorSpec(f"present.{name}", activations, cache) for name in caches),

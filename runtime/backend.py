@@ -49,7 +49,7 @@ class Backend(Protocol):
     device: str
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """A zeroed buffer of this shape and dtype ("float32", "float16", "int64")."""
+        """A zeroed buffer of this shape and dtype ("float32", "float16", "int32", "int64")."""
         ...
 
     def load(self, graph: Path, stage: StageSpec) -> Stage:

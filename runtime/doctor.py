@@ -30,7 +30,7 @@ print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers()
 """
 _ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _GPU_MEND = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'onnxruntime-gpu>=1.32'"
-_EXPORT_MODULES = ("torch", "onnx", "gguf", "safetensors", "huggingface_hub")
+_EXPORT_MODULES = ("torch", "onnx", "gguf", "huggingface_hub")
 _PACKAGES = {
     **{name: (name,) for name in ("eexport", *_ONNXRUNTIMES, "numpy", "tokenizers")},
     "tensorrt": ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"),

@@ -40,6 +40,7 @@ def summarise(bundle: Path, manifest: Manifest) -> dict[str, Any]:
         },
         "precision": dataclasses.asdict(manifest.precision),
         "dialect": manifest.dialect,
+        "rows": dataclasses.asdict(manifest.rows),
         "blocks": [list(block.layers) for block in manifest.blocks],
         "stages": [
             {
@@ -71,14 +72,16 @@ def headlines(facts: dict[str, Any]) -> dict[str, str]:
     model, precision, kv, built = facts["model"], facts["precision"], facts["kv"], facts["built_with"]
     checkpoint = built.get("checkpoint", {})
     candidates, exits = (", ".join(map(str, facts[key])) for key in ("candidate_exits", "exits"))
+    blocks = "" if precision["block_size"] is None else f"blocks of {precision['block_size']}, "
     versions = ", ".join(f"{name} {built[name]}" for name in ("torch", "onnx", "onnxruntime") if name in built)
     return {
         "model": f"{model['name']} ({model['architecture']})",
         "shape": f"{model['layers']} layers of {model['hidden_size']}, {model['heads']}/{model['kv_heads']} "
         f"heads of {model['head_dim']}, vocabulary {model['vocab_size']}",
-        "precision": f"{precision['weights']}, vocabulary {precision['vocab_weights']}, activations "
+        "precision": f"{precision['weights']}, vocabulary {precision['vocab_weights']}, {blocks}activations "
         f"{precision['activations']} ({precision['matmul_activations']} in matrix products)",
         "dialect": facts["dialect"],
+        "rows": "exact" if facts["rows"]["exact"] else "not exact (built --not-exact)",
         "size": size(facts["bytes"]),
         "exits": f"candidates after layers {candidates or '-'}; trained: {exits or 'none'}",
         "KV memory": f"{size(kv['bytes_per_1k_tokens'])} per 1k tokens, {size(kv['bytes_at_full_context'])} "

@@ -49,7 +49,7 @@ def test_round_trip(bundle: Path) -> None:
     assert [block.layers for block in manifest.blocks] == [(0, 2), (2, 4)]
     assert manifest.boundaries == (2,)
     assert manifest.blocks[0].hidden_layers == (1,)
-    assert manifest.blocks[1].hidden_layers == ()
+    assert manifest.blocks[1].hidden_layers == (3,)  # depths 1-4 feed the exit predictor, wherever the cuts are
     assert len(manifest.blocks[1].kv_inputs) == 4
     check_files(bundle, manifest)
 
