@@ -21,7 +21,7 @@ FOLDERS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
 FILES = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))]
 
 RUNTIME = {"click", "jinja2", "numpy", "onnxruntime", "rich", "tokenizers"}
-EXPORT = RUNTIME | {"gguf", "huggingface_hub", "onnx", "safetensors", "torch"}
+EXPORT = RUNTIME | {"gguf", "huggingface_hub", "onnx", "torch"}
 # What a folder may import: third-party modules, and folders of this project.
 ALLOWED = {
     "runtime": (RUNTIME, {"runtime"}),
@@ -29,7 +29,7 @@ ALLOWED = {
     "export": (EXPORT, {"export", "models", "runtime"}),
     "calibration": (EXPORT, {"calibration", "models", "runtime"}),
 }
-HEAVY = ["torch", "transformers", "onnx", "gguf", "safetensors", "huggingface_hub", "psutil", "pytest"]
+HEAVY = ["torch", "transformers", "onnx", "gguf", "huggingface_hub", "psutil", "pytest"]
 
 
 def imports(path: Path) -> Iterator[str]:
