@@ -29,7 +29,7 @@ ALLOWED = {
     "export": (EXPORT, {"export", "models", "runtime"}),
     "calibration": (EXPORT, {"calibration", "models", "runtime"}),
 }
-HEAVY = ["torch", "transformers", "onnx", "gguf", "huggingface_hub", "psutil", "pytest"]
+HEAVY = ["torch", "transformers", "onnx", "gguf", "safetensors", "huggingface_hub", "psutil", "pytest"]
 
 
 def imports(path: Path) -> Iterator[str]:
