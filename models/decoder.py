@@ -56,22 +56,26 @@ class DecoderLayer:
             name: torch.from_numpy(weights.read(f"model.layers.{layer}.{name}")) for name in spec.layer_shapes()
         }
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV) -> Tensor:
-        """Map hidden states [B, T, D] to the next layer's and append to `kv`; cos, sin are [B, T, Hd/2]."""
-        hidden = hidden + self._attention(self._norm("input_layernorm", hidden), cos, sin, kv)
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, visible: Tensor | None = None) -> Tensor:
+        """Map hidden states [B, T, D] to the next layer's and append to `kv`.
+
+        `cos` and `sin` are [B, T, Hd/2]. `visible` [B, 1, T, S] says which row sees which, where it is not simply
+        every row those before it.
+        """
+        hidden = hidden + self._attention(self._norm("input_layernorm", hidden), cos, sin, kv, visible)
         inner = self._norm("post_attention_layernorm", hidden)
         gated = F.silu(self._linear("mlp.gate_proj", inner)) * self._linear("mlp.up_proj", inner)
         return hidden + self._linear("mlp.down_proj", gated)
 
-    def _attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV) -> Tensor:
+    def _attention(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, visible: Tensor | None) -> Tensor:
         rows = hidden.shape[1]
         query, key, value = (self._heads(f"self_attn.{name}_proj", hidden) for name in "qkv")
         if self.spec.qk_norm:
             query, key = self._norm("self_attn.q_norm", query), self._norm("self_attn.k_norm", key)
         key, value = kv.append(_rotate(key, cos, sin), value)
-        past = kv.length - rows
-        causal = torch.ones(rows, kv.length, dtype=torch.bool).tril(past)  # [T, S]
-        mixed = F.scaled_dot_product_attention(_rotate(query, cos, sin), key, value, attn_mask=causal, enable_gqa=True)
+        if visible is None:
+            visible = torch.ones(rows, kv.length, dtype=torch.bool).tril(kv.length - rows)  # [T, S]
+        mixed = F.scaled_dot_product_attention(_rotate(query, cos, sin), key, value, attn_mask=visible, enable_gqa=True)
         return self._linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))  # [B, H, T, Hd] to [B, T, H·Hd]
 
     def _heads(self, name: str, hidden: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class Backend(Protocol):
 
     name: str
     device: str
+    threads: int
 
     def allocate(self, shape: Sequence[int], dtype: str) -> Buffer:
         """A zeroed buffer of this shape and dtype ("float32", "float16", "int32", "int64")."""

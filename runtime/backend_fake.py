@@ -61,6 +61,7 @@ class FakeBackend:
 
     name = "fake"
     device = "none"
+    threads = 1
 
     def __init__(self, next_token: Callable[[int], int]) -> None:
         self._next_token = next_token

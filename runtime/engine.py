@@ -151,10 +151,25 @@ class Engine:
         """Counts of the last request so far."""
         return dataclasses.replace(self._stats)
 
-    def score(self, ids: Sequence[int]) -> Array:
-        """Logits [T, V] at every position of a text, in a copy. Empties the cache and ends a running request."""
+    def clear(self) -> None:
+        """Empty the cache, give its memory back and end a running request."""
         self._request += 1
         self._reset()
+
+    def time_stages(self, ids: Sequence[int]) -> list[float]:
+        """Seconds that each stage takes for ``ids`` after what the cache holds, with logits for every row.
+
+        The cache stays as it is, so a request can go on after it was measured between two of its tokens.
+
+        Raises:
+            ContextError: When the rows do not fit; this ends a running request.
+        """
+        with self._whole_or_reset(len(ids)):
+            return self._chain.time_stages(ids)
+
+    def score(self, ids: Sequence[int]) -> Array:
+        """Logits [T, V] at every position of a text, in a copy. Empties the cache and ends a running request."""
+        self.clear()
         rows = [np.array(self._chain.forward(part, len(part))) for part in _chunks(ids, PREFILL_ROWS)]
         self._reset()
         return np.concatenate(rows)
@@ -245,15 +260,15 @@ class Engine:
 
     @contextmanager
     def _whole_or_reset(self, rows: int) -> Iterator[None]:
-        """Empty the cache when a step breaks off: some blocks would have its rows and some not."""
+        """Start over when a step breaks off: some blocks would have its rows and some not."""
         try:
             yield
         except MemoryError:
             length = len(self._cached) + rows
-            self._reset()
+            self.clear()
             raise DeviceError(f"out of memory at {length} tokens: use a smaller --context") from None
         except BaseException:  # also Ctrl-C
-            self._reset()
+            self.clear()
             raise
 
     def _claim(self, request: int) -> None:

@@ -43,6 +43,11 @@ class StageSpec:
     outputs: tuple[TensorSpec, ...]
 
     @property
+    def hidden_outputs(self) -> tuple[TensorSpec, ...]:
+        """A block's hidden states: its own output first, then those of ``hidden_layers``."""
+        return (self.outputs[0], *(t for t in self.outputs if t.name.startswith("hidden.")))
+
+    @property
     def hidden_layers(self) -> tuple[int, ...]:
         """Depths (1 = after the first layer) whose hidden state this block gives out besides its last."""
         return tuple(int(t.name.removeprefix("hidden.")) for t in self.outputs if t.name.startswith("hidden."))

@@ -53,6 +53,11 @@ class TextCodec:
             raise BundleError(f"{path}: not a tokenizer ({_one_line(error)}); build the bundle again") from error
         return cls(tokenizer, chat_template=chat_template, special=special)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return self._template_text is not None
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of ``text``, with the tokenizer's own BOS or the like if ``add_special``."""
         if not isinstance(text, str):

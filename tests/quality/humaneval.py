@@ -7,37 +7,16 @@ file sizes and, where the system allows it, without network. That is no sandbox,
 """
 
 import argparse
-import ast
-import gzip
 import json
-import os
-import re
-import resource
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any
 
+from eexport.calibration.data import Prompt, read_prompts
+from eexport.calibration.sandbox import isolation, run_limited
+from eexport.calibration.tasks import program
 from eexport.runtime.engine import Engine
-
-SECONDS = 10
-MEMORY = 1 << 30
-PASSED = 42  # exit status
-# The question of Qwen2.5-Coder's own evaluation, and the start of the answer, which ends in the code block.
-QUESTION = (
-    "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
-    "```python\n{prompt}```\n"
-)
-ANSWER = (
-    "Below is a Python script with a self-contained function that solves the problem and passes corresponding "
-    "tests:\n```python\n"
-)
 
 
 @dataclass
@@ -54,35 +33,38 @@ class Result:
 
 def main() -> None:
     args = _arguments()
+    problems = [prompt for prompt in read_prompts([args.data]).prompts if prompt.task == "pass_at_1"]
+    if missing := isolation():
+        print(f"warning: {missing}", file=sys.stderr)
     engines = [Engine.load(path, device="cpu", threads=args.threads, context=2048) for path in args.bundles]
     results = [Result(path.name) for path in args.bundles]
     # Problem by problem, so that a run that is cut short still compares the bundles.
-    for problem in read_problems(args.data)[: args.problems]:
+    for problem in problems[: args.problems]:
         for engine, result in zip(engines, results, strict=True):
             attempt(engine, problem, args.max_tokens, result)
-        print(problem["task_id"], *(f"{r.bundle} {r.passed}/{r.problems}" for r in results), sep="  ", flush=True)
+        print(problem.source, *(f"{r.bundle} {r.passed}/{r.problems}" for r in results), sep="  ", flush=True)
         if args.json:
             args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
     print(f"\n{table(results)}")
 
 
-def attempt(engine: Engine, problem: dict[str, Any], max_tokens: int, result: Result) -> None:
+def attempt(engine: Engine, problem: Prompt, max_tokens: int, result: Result) -> None:
     """Let the model solve one problem, run what comes, and count it."""
     started = time.perf_counter()
-    answer, tokens = complete(engine, problem["prompt"], max_tokens)
+    answer, tokens = complete(engine, problem, max_tokens)
     result.seconds += time.perf_counter() - started
     result.tokens += tokens
     result.problems += 1
-    error = run_limited(program(problem, answer))
+    error = run_limited(program(problem, problem.prefix + answer))
     if error is None:
         result.passed += 1
     else:
-        result.failed[problem["task_id"]] = error
+        result.failed[problem.source] = error
 
 
-def complete(engine: Engine, prompt: str, max_tokens: int) -> tuple[str, int]:
+def complete(engine: Engine, problem: Prompt, max_tokens: int) -> tuple[str, int]:
     """The model's answer from the beginning of its code block on, and its number of tokens."""
-    chat = engine.codec.render_chat([{"role": "user", "content": QUESTION.format(prompt=prompt)}]) + ANSWER
+    chat = engine.codec.render_chat([{"role": "user", "content": str(problem.content)}]) + problem.prefix
     # A fresh cache: what a problem gets must not depend on the problems before it, whatever the bundle.
     tokens = list(
         engine.generate(
@@ -90,113 +72,6 @@ def complete(engine: Engine, prompt: str, max_tokens: int) -> tuple[str, int]:
         )
     )
     return "".join(token.text for token in tokens), len(tokens)
-
-
-def program(problem: dict[str, Any], answer: str) -> str:
-    """The script that tests an answer.
-
-    The prompt comes first, as a function without a body: it has the imports and helpers. An answer that does not
-    define the function is taken for the rest of its body.
-    """
-    code = code_block(answer)
-    name = problem["entry_point"]
-    whole = re.search(rf"^def {re.escape(name)}\b", code, re.MULTILINE)
-    text = f"{problem['prompt']}    pass\n\n{definitions(code)}" if whole else problem["prompt"] + code
-    # Under another name no `if __name__ == "__main__"` runs, and only an exit status of its own shows the end reached.
-    return f"__name__ = 'candidate'\n{text}\n\n{problem['test']}\n\ncheck({name})\nraise SystemExit({PASSED})\n"
-
-
-def code_block(answer: str) -> str:
-    """The code of an answer that begins inside a block, or has a block of its own."""
-    if block := re.search(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", answer, re.DOTALL):
-        return block[1]
-    return answer.split("```")[0]
-
-
-def definitions(code: str) -> str:
-    """The imports, functions, classes and constants of a script: not the tests and prints that a model adds.
-
-    What a cut-off script has of an unfinished end is dropped, up to the first line with which it parses.
-    """
-    lines = code.splitlines()
-    while lines:
-        try:
-            body = ast.parse("\n".join(lines)).body
-        except (SyntaxError, ValueError):  # ValueError: a null character
-            lines.pop()
-            continue
-        kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-        return "\n".join(ast.unparse(node) for node in body if isinstance(node, kept))
-    return ""
-
-
-def run_limited(code: str) -> str | None:
-    """Run a script in a process with limits; the last line of its error, or None where it ends well."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "candidate.py"
-        script.write_text(code, encoding="utf-8")
-        process = subprocess.Popen(
-            [*without_network(), sys.executable, "-I", "-B", str(script)],
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=_set_limits,
-        )
-        try:
-            _, errors = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"timed out after {SECONDS} s"
-        finally:
-            _kill_group(process)
-    if process.returncode == PASSED:
-        return None
-    lines = errors.strip().splitlines()
-    return lines[-1][:200] if lines else f"exit status {process.returncode}"
-
-
-@cache
-def without_network() -> tuple[str, ...]:
-    """The command prefix that takes the network away; empty, with a warning, where there is none."""
-    for prefix in (("unshare", "--net", "--map-root-user"), ("unshare", "--net")):
-        try:
-            if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0:
-                return prefix
-        except OSError:
-            break
-    print("warning: unshare does not work here, so candidates can reach the network", file=sys.stderr)
-    return ()
-
-
-def _set_limits() -> None:
-    limits: dict[int, int] = {
-        resource.RLIMIT_AS: MEMORY,
-        resource.RLIMIT_CPU: SECONDS,
-        resource.RLIMIT_FSIZE: 1 << 20,
-        resource.RLIMIT_CORE: 0,
-    }
-    for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    """End the candidate and all that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.communicate()  # closes the pipe and collects the process
-
-
-def read_problems(path: Path) -> list[dict[str, Any]]:
-    """HumanEval's own file, plain or gzipped."""
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def table(results: list[Result]) -> str:

@@ -1,0 +1,227 @@
+"""From recorded continuations to the report's numbers. Everything here is arithmetic on records: no model runs."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eexport.calibration import depth, eas
+from eexport.calibration.data import Encoded
+from eexport.calibration.decode import FULL, Continuation
+from eexport.calibration.drafts import LONGEST, Recorded, expected_accepted, looping_share
+from eexport.calibration.frontier import BUDGETS, Scored, frontier
+from eexport.calibration.intervals import prompts_needed
+from eexport.calibration.measures import TOP, Measures
+from eexport.calibration.predict import nearly_free_rows, predict
+from eexport.runtime.costs import CostTable
+
+ALL = "all"
+SAMPLE_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, what came after it, and how a policy's answer was judged (None: not scored)."""
+
+    encoded: Encoded
+    continuation: Continuation
+    correct: dict[int, bool | None]
+
+    @property
+    def kind(self) -> str:
+        """The prompt's kind of text."""
+        return self.encoded.prompt.kind
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was probed, as far as the arithmetic needs it; ``depths`` are the P depths of the records."""
+
+    num_layers: int
+    depths: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    alpha: float
+    tau: float
+
+
+def analyse(
+    samples: Sequence[Sample], subject: Subject, costs: CostTable | None, decode: Callable[[Sequence[int]], str]
+) -> dict[str, Any]:
+    """All results of the report as plain JSON values, from one sample or more."""
+    kinds: dict[str, list[Sample]] = {}
+    for sample in samples:
+        kinds.setdefault(sample.kind, []).append(sample)
+    kinds = dict(sorted(kinds.items()))
+    groups = {ALL: list(samples), **kinds}
+    measures = {kind: Measures.join([s.continuation.measures for s in group]) for kind, group in groups.items()}
+    recorded = {kind: [_recorded(sample) for sample in group] for kind, group in groups.items()}
+    texts = {kind: recorded[kind] for kind in kinds}
+    result: dict[str, Any] = {
+        "depths": list(subject.depths),
+        "kinds": {kind: _counts(group, recorded[kind]) for kind, group in groups.items()},
+        "curves": {kind: _curves(found) for kind, found in measures.items()},
+        "eas": {kind: _eas(found, subject) for kind, found in measures.items()},
+        "oracle": {kind: _frontier(group, subject) for kind, group in groups.items() if kind != ALL or len(kinds) == 1},
+        "depth": {kind: _depth(group, measures[kind], subject) for kind, group in groups.items()},
+        "drafts": {kind: _drafts(texts_, subject) for kind, texts_ in recorded.items()},
+        "heatmaps": [_heatmap(group[0], decode) for group in kinds.values()],
+        "costs": None,
+        "predictions": [],
+    }
+    if costs is not None:
+        result["costs"] = dataclasses.asdict(costs)
+        tables = (costs, nearly_free_rows(costs))
+        result["predictions"] = [dataclasses.asdict(predict(texts, subject.depths, table)) for table in tables]
+    result["caveats"] = _caveats(result, kinds)
+    rounded: dict[str, Any] = _plain(result)
+    return rounded
+
+
+def _recorded(sample: Sample) -> Recorded:
+    measures = sample.continuation.measures
+    tokens = sample.continuation.paths[FULL].tokens
+    return Recorded(sample.encoded.ids, tuple(tokens), measures.agrees, measures.entropy)
+
+
+def _counts(group: Sequence[Sample], recorded: Sequence[Recorded]) -> dict[str, Any]:
+    return {
+        "prompts": len(group),
+        "cut": sum(sample.encoded.cut for sample in group),
+        "prompt_tokens": sum(len(sample.encoded.ids) for sample in group),
+        "tokens": sum(len(text.tokens) for text in recorded),
+        "looping": looping_share(recorded),
+        "task": next((sample.encoded.prompt.task for sample in group if sample.encoded.prompt.task), None),
+    }
+
+
+def _curves(measures: Measures) -> dict[str, Any]:
+    means: dict[str, NDArray[Any]] = {
+        "hidden_cosine": measures.hidden_cosine,
+        "logit_cosine": measures.logit_cosine,
+        "top_overlap": measures.top_overlap / TOP,
+        "top_order": measures.top_order / TOP,
+        "agreement": measures.agrees,
+        "entropy": measures.entropy,
+        "probability": measures.probability,
+    }
+    return {name: values.mean(axis=0, dtype=np.float64) for name, values in means.items()}
+
+
+def _eas(measures: Measures, subject: Subject) -> dict[str, Any]:
+    similarity = {
+        "logits": eas.from_cosine(measures.logit_cosine.mean(axis=0, dtype=np.float64)),
+        "hidden": eas.from_cosine(measures.hidden_cosine.mean(axis=0, dtype=np.float64)),
+        "top": measures.top_overlap.mean(axis=0, dtype=np.float64) / TOP,
+    }
+    where = subject.depths, subject.num_layers
+    return {
+        "score": {name: eas.eas(values, *where, subject.alpha) for name, values in similarity.items()},
+        "by_depth": {name: eas.layer_scores(values, *where, subject.alpha) for name, values in similarity.items()},
+        "by_alpha": {
+            name: [eas.eas(values, *where, alpha) for alpha in eas.ALPHAS] for name, values in similarity.items()
+        },
+    }
+
+
+def _frontier(group: Sequence[Sample], subject: Subject) -> dict[str, Any]:
+    scored = [Scored(sample.correct, sample.continuation.paths) for sample in group]
+    return dataclasses.asdict(frontier(scored, subject.thresholds, subject.depths, subject.num_layers))
+
+
+def _depth(group: Sequence[Sample], measures: Measures, subject: Subject) -> dict[str, Any]:
+    count, where = len(subject.depths), (subject.depths, subject.num_layers)
+    confident = depth.confident_at(measures.entropy, subject.tau)
+    decided = depth.decided_at(measures.argmax)
+    entropies = [sample.continuation.measures.entropy for sample in group]
+    right = measures.agrees[np.arange(len(confident)), np.minimum(confident, count - 1)]
+    early = confident < count - 1
+    return {
+        "confident": {
+            "histogram": depth.histogram(confident, count),
+            "never": float((confident == count).mean()),
+            "skip": depth.skip_share(confident, *where),
+            "right_when_early": float(right[early].mean()) if early.any() else None,
+            "layer_use": depth.layer_use(confident, *where),
+        },
+        "decided": {
+            "histogram": depth.histogram(decided, count),
+            "skip": depth.skip_share(decided, *where),
+            "layer_use": depth.layer_use(decided, *where),
+        },
+        "layer_ranges": depth.layer_ranges(subject.num_layers),
+        "boilerplate": dataclasses.asdict(depth.boilerplate(entropies, *where, subject.tau)),
+    }
+
+
+def _drafts(recorded: Sequence[Recorded], subject: Subject) -> dict[str, Any]:
+    lengths = range(1, LONGEST + 1)
+    return {
+        "lengths": list(lengths),
+        "lookup": [expected_accepted(recorded, None, length) for length in lengths],
+        "exits": {
+            at: [expected_accepted(recorded, place, length) for length in lengths]
+            for place, at in enumerate(subject.depths[:-1])
+        },
+    }
+
+
+def _heatmap(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """One text, token by token; ``shown`` is what each depth would have said."""
+    measures = sample.continuation.measures
+    tokens = sample.continuation.paths[FULL].tokens[:SAMPLE_TOKENS]
+    words = {token: decode([token]) for token in {*tokens, *measures.argmax[: len(tokens)].ravel().tolist()}}
+    return {
+        "kind": sample.kind,
+        "prompt": decode(sample.encoded.ids),
+        "tokens": [words[token] for token in tokens],
+        "shown": [[words[token] for token in row] for row in measures.argmax[: len(tokens)].tolist()],
+        "agrees": measures.agrees[: len(tokens)].astype(int),
+        "entropy": measures.entropy[: len(tokens)],
+        "logit_cosine": measures.logit_cosine[: len(tokens)],
+    }
+
+
+def _caveats(result: Mapping[str, Any], kinds: Mapping[str, Sequence[Sample]]) -> list[str]:
+    lines = []
+    for kind, group in kinds.items():
+        found = result["oracle"].get(kind) or result["oracle"][ALL]
+        if scored := found["scored"]:
+            smallest = min(row["allowed"] for row in found["budgets"])
+            needed = prompts_needed(smallest) if smallest > 0 else None
+            if needed is None or scored < needed:
+                text = f"{kind}: {scored} scored prompts, so one changed answer is {100 / scored:.1f} points"
+                more = "" if needed is None else f"; confirming {BUDGETS[0]} takes {needed} or more"
+                lines.append(text + more)
+            if found["accuracy"]["value"] < 0.1:
+                lines.append(f"{kind}: the full model solves so few of these that their loss says little")
+        elif any(sample.encoded.prompt.task == "pass_at_1" for sample in group):
+            lines.append(f"{kind}: answers are code, which is only run and scored with --run-code")
+        if (looping := result["kinds"][kind]["looping"]) >= 0.1:
+            lines.append(
+                f"{kind}: {looping:.0%} of the tokens are endless repetition, as greedy decoding of a small model ends "
+                "in; lookup and agreement look better on them than on useful text"
+            )
+    if len({*result["depths"]}) < result["depths"][-1]:
+        lines.append(
+            "a bundle shows only the depths at which its blocks end and the first four; probe the checkpoint for all"
+        )
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON values, with six significant digits; what JSON cannot say (infinity) becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,171 @@
+"""The probe: is there room for early exit in this model, on this text, on this device?
+
+Prompts are continued by the model itself and measured at every depth as they grow (``decode``), kept on disk
+(``store``), and turned into a report's numbers (``analysis``) with a device's costs.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from eexport.calibration.analysis import Sample, Subject, analyse
+from eexport.calibration.data import Encoded, Skipped
+from eexport.calibration.decode import Continuation, continue_prompts
+from eexport.calibration.store import TraceStore
+from eexport.calibration.tasks import score
+from eexport.calibration.traced import TracedModel
+from eexport.runtime.costs import CostTable
+from eexport.runtime.errors import EexportError
+
+SCHEMA_VERSION = 1
+THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98)
+TRACES = "traces"
+
+# Prompts at a time. Their oracles branch off into as many sequences again or more, which fill a model's width; what a
+# group has measured is lost when it is interrupted.
+_GROUP = 8
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a probe is asked.
+
+    Attributes:
+        tokens: Longest continuation of a prompt.
+        max_tokens: Tokens of the full model over all prompts; no further prompts are begun after that many.
+        minutes: Wall time after which no further prompts are begun; None is no limit.
+        thresholds: The oracles' δ.
+        alpha: Weight of similarity in the score, 0 to 1.
+        tau: Entropy in nats under which a depth counts as sure.
+        seed: Of the prompts' order.
+        run_code: Whether to run code that the model wrote, to score it.
+    """
+
+    tokens: int = 192
+    max_tokens: int = 20000
+    minutes: float | None = None
+    thresholds: tuple[float, ...] = THRESHOLDS
+    alpha: float = 0.5
+    tau: float = 0.5
+    seed: int = 0
+    run_code: bool = False
+
+
+def probe(
+    model: TracedModel,
+    decode: Callable[[Sequence[int]], str],
+    prompts: Sequence[Encoded],
+    skipped: Sequence[Skipped],
+    costs: CostTable | None,
+    folder: Path,
+    settings: Settings,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Measure and predict; the report's content as plain JSON values.
+
+    What is measured is kept in ``folder``; called again, it goes on from there.
+
+    Args:
+        model: What to probe.
+        decode: Token ids to text.
+        prompts: In the order in which they are to be used; one or more.
+        skipped: Rows of the data that could not be used.
+        costs: Of the device to predict for; None leaves the prediction out.
+        folder: Of the report.
+        settings: What is asked.
+        progress: Called with (what, done, total) as tokens are measured.
+
+    Raises:
+        EexportError: The folder holds another probe, the activations are not finite, or time allowed no prompt.
+    """
+    recorded_with = {"model": model.identity, "tokens": settings.tokens, "thresholds": list(settings.thresholds)}
+    store = TraceStore(folder / TRACES, recorded_with)
+    started = time.monotonic()
+    found, seconds, stopped = _record(model, prompts, store, settings, progress)
+    if not found:
+        raise EexportError("no prompt was measured in the time given: raise --minutes")
+    progress("scoring", 0, len(found))
+    samples = []
+    for index, (encoded, continuation) in enumerate(found):
+        samples.append(Sample(encoded, continuation, _score(encoded, continuation, decode, settings.run_code)))
+        progress("scoring", index + 1, len(found))
+    subject = Subject(model.num_layers, model.depths, settings.thresholds, settings.alpha, settings.tau)
+    measured = sum(len(c.measures.argmax) for _, c in found)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "eexport": version("eexport"),
+        "model": {"name": model.name, "form": model.form, "num_layers": model.num_layers, "sha256": model.identity},
+        "settings": asdict(settings),
+        "data": {
+            "used": len(found),
+            "cut": sum(encoded.cut for encoded, _ in found),
+            "left_out": len(prompts) - len(found),
+            "stopped_by": stopped,
+            "skipped": [asdict(row) for row in skipped],
+        },
+        "timing": {
+            "seconds": round(time.monotonic() - started, 1),
+            "tokens": measured,
+            "seconds_per_1000_tokens": round(1000 * seconds[0] / seconds[1], 1) if seconds[1] else None,
+        },
+        **analyse(samples, subject, costs, decode),
+    }
+
+
+def _record(
+    model: TracedModel, prompts: Sequence[Encoded], store: TraceStore, settings: Settings, progress: Progress
+) -> tuple[list[tuple[Encoded, Continuation]], tuple[float, int], str | None]:
+    """Records of as many prompts as the budgets allow; seconds and tokens measured now; the budget that stopped it."""
+    found: list[tuple[Encoded, Continuation]] = []
+    started, tokens, new_tokens = time.monotonic(), 0, 0
+    total = min(settings.max_tokens, len(prompts) * settings.tokens)
+
+    def on_token() -> None:
+        nonlocal tokens, new_tokens
+        tokens, new_tokens = tokens + 1, new_tokens + 1
+        progress("measuring", min(tokens, total), total)
+
+    stopped = None
+    size = min(_GROUP, model.width)
+    for start in range(0, len(prompts), size):
+        if tokens >= settings.max_tokens:
+            stopped = "max-tokens"
+            break
+        group = prompts[start : start + size]
+        records = [store.load(encoded.hash) for encoded in group]
+        missing = [index for index, record in enumerate(records) if record is None]
+        tokens += sum(len(record.measures.argmax) for record in records if record is not None)
+        if missing:
+            if settings.minutes is not None and time.monotonic() - started > 60 * settings.minutes:
+                stopped = "minutes"
+                break
+            ids = [group[index].ids for index in missing]
+            made = continue_prompts(model, ids, settings.thresholds, settings.tokens, on_token)
+            for index, continuation in zip(missing, made, strict=True):
+                store.save(group[index].hash, continuation)
+                records[index] = continuation
+        found += [(encoded, record) for encoded, record in zip(group, records, strict=True) if record is not None]
+    return found, (time.monotonic() - started, new_tokens), stopped
+
+
+def _score(
+    encoded: Encoded, continuation: Continuation, decode: Callable[[Sequence[int]], str], run_code: bool
+) -> dict[int, bool | None]:
+    """Whether each policy's answer is right; equal answers are judged once, as running code takes time."""
+    if encoded.cut:  # the question may have lost what its answer needs
+        return dict.fromkeys(continuation.paths)
+    judged: dict[str, bool | None] = {}
+    result = {}
+    for policy, path in continuation.paths.items():
+        answer = decode(path.tokens)
+        if answer not in judged:
+            judged[answer] = score(encoded.prompt, answer, run_code)
+        result[policy] = judged[answer]
+    return result

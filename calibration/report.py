@@ -1,0 +1,109 @@
+"""The probe's report as files: report.json with everything, report.html to read, charts/ with every figure as PNG."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from eexport.calibration import words
+from eexport.runtime.errors import EexportError
+
+CHARTS = "charts"
+ENTROPY_STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Nats at which the heat map's colour changes."""
+SKIPPED_SHOWN = 20
+
+
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
+    """Write ``report``, plain JSON values as ``probe`` returns them, into ``folder``; the same input, the same bytes.
+
+    Raises:
+        EexportError: A file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from eexport.calibration import charts, figures
+
+    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half a surrogate pair, which JSON may hold and UTF-8 may not, is escaped.
+    _write(folder / "report.json", text.encode("utf-8", "backslashreplace"))
+    drawn = figures.draw(report)
+    pictures = {f"{chart.name}.png": chart.png for section in drawn.values() for chart in section}
+    for name, png in pictures.items():
+        _write(folder / CHARTS / name, png)
+    for path in (folder / CHARTS).glob("*.png"):
+        if path.name not in pictures:  # of an earlier report on other data
+            path.unlink()
+    page = _page(report, drawn, charts.PALETTE)
+    _write(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
+
+
+def _page(report: Mapping[str, Any], drawn: Mapping[str, Any], palette: Mapping[str, tuple[str, str]]) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        percent=words.percent,
+        number=words.number,
+        times=words.times,
+        points=words.points,
+        policy=words.policy_words,
+        forecast=words.forecast_name,
+    )
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        kinds=words.kinds_of(report),
+        groups=[*([words.ALL] if len(words.kinds_of(report)) > 1 else []), *words.kinds_of(report)],
+        whole=words.whole(report),
+        charts=drawn,
+        palette=palette,
+        heatmaps=[heat_rows(heatmap, report["depths"]) for heatmap in report["heatmaps"]],
+        entropy_steps=ENTROPY_STEPS,
+        skipped_shown=SKIPPED_SHOWN,
+        paper_layer_use=words.PAPER_LAYER_USE,
+        **words.verdict(report),
+    )
+
+
+def heat_rows(heatmap: Mapping[str, Any], depths: list[int]) -> dict[str, Any]:
+    """A sample text for the page: per token its readable form and, per depth, colour level, agreement and words."""
+    rows = []
+    for token, shown, agrees, entropy in zip(
+        heatmap["tokens"], heatmap["shown"], heatmap["agrees"], heatmap["entropy"], strict=True
+    ):
+        cells = [
+            {
+                "level": _level(nats),
+                "agrees": bool(same),
+                "title": f"layer {depth}: {words.token_text(said)}  {words.number(nats)} nats",
+            }
+            for depth, said, same, nats in zip(depths, shown, agrees, entropy, strict=True)
+        ]
+        rows.append({"token": words.token_text(token), "cells": cells})
+    return {"kind": heatmap["kind"], "prompt": heatmap["prompt"], "rows": rows}
+
+
+def _level(nats: float | None) -> int | None:
+    """0 for the least entropy; None where it is not known."""
+    return None if nats is None else sum(nats > step for step in ENTROPY_STEPS)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise EexportError(f"{path}: the report cannot be written ({error.strerror}): give another -o") from None
+    finally:
+        with suppress(OSError):  # it is gone when all went well
+            temporary.unlink()

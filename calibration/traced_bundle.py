@@ -1,0 +1,77 @@
+"""The depths that a bundle gives out, run by the runtime: what the device itself would see, without torch."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from eexport.calibration.traced import Floats, check_finite, cosine
+from eexport.runtime.backend import Backend
+from eexport.runtime.chain import Chain
+from eexport.runtime.engine import PREFILL_ROWS
+from eexport.runtime.manifest import Manifest
+
+
+class BundleModel:
+    """A ``TracedModel`` over a bundle, one sequence at a time; see ``traced.TracedModel``."""
+
+    width = 1
+
+    def __init__(self, folder: Path, manifest: Manifest, backend: Backend, context: int) -> None:
+        """Load the bundle's stages; ``context`` caps the cache, in tokens."""
+        self._chain = Chain(folder, manifest, backend, context)
+        self._cached: list[int] = []
+        self.name = manifest.model.name
+        self.identity = _identity(manifest)
+        self.form = f"bundle, {manifest.precision.weights}"
+        self.num_layers = manifest.model.num_layers
+        self.depths = self._chain.depths
+        self.eos_token_ids = frozenset(manifest.model.eos_token_ids)
+        self.context_length = context
+
+    def start(self, sequences: Sequence[Sequence[int]], room: int) -> Floats:
+        """See ``TracedModel.start``; there is one sequence, and what it shares with the last one is not run again."""
+        (ids,) = sequences
+        shared = 0
+        while shared < min(len(self._cached), len(ids) - 1) and self._cached[shared] == ids[shared]:
+            shared += 1
+        self._chain.kv.trim(self._chain.kv.length - shared)
+        del self._cached[shared:]
+        new = list(ids[shared:])
+        self._chain.reserve(len(new))
+        while len(new) > PREFILL_ROWS:
+            self._chain.forward(new[:PREFILL_ROWS], head_rows=0)
+            del new[:PREFILL_ROWS]
+        self._cached = list(ids[: len(ids) - len(new)])
+        return self._forward(new)
+
+    def step(self, tokens: Sequence[int]) -> Floats:
+        """See ``TracedModel.step``."""
+        return self._forward(list(tokens))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """See ``TracedModel.keep``; there is but one."""
+
+    def logits(self, hidden: Floats) -> Floats:
+        """See ``TracedModel.logits``."""
+        return np.array(self._chain.head(hidden), np.float32)
+
+    def logit_cosine(self, hidden: Floats) -> Floats:
+        """See ``TracedModel.logit_cosine``."""
+        logits = self.logits(hidden[0])
+        return cosine(logits, logits[-1:])[None]
+
+    def _forward(self, ids: list[int]) -> Floats:
+        states: Floats = self._chain.hidden_states(ids)[None].astype(np.float32)  # [1, P, D]
+        self._cached += ids
+        check_finite(states, self.depths, self.name)
+        return states
+
+
+def _identity(manifest: Manifest) -> str:
+    """A hash over those of the files."""
+    files = {name: asdict(info) for name, info in manifest.files.items()}
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,111 @@
+"""The report's numbers and names in words, without drawing anything."""
+
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+ALL = "all"
+PAPER_LAYER_USE = (1.0, 0.65, 0.35, 0.2)
+"""Shares of tokens that the method's paper reports for layers 1-8, 9-12, 13-24 and 25-32 of 32."""
+
+_NAMES = {
+    "full": "Every layer",
+    "lookup": "n-gram lookup",
+    "exit": "Exit drafts",
+    "hybrid": "Lookup, then exit drafts",
+}
+_SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
+
+
+def kinds_of(report: Mapping[str, Any]) -> list[str]:
+    """The kinds of text, without the group of all of them."""
+    return [kind for kind in report["kinds"] if kind != ALL] or [ALL]
+
+
+def whole(report: Mapping[str, Any]) -> str:
+    """The group that holds all tokens."""
+    return ALL if ALL in report["kinds"] else kinds_of(report)[0]
+
+
+def forecast_name(name: str) -> str:
+    """A forecast's name for the reader."""
+    if name.startswith("budget "):
+        return f"Unverified exits, {float(name.removeprefix('budget ').removesuffix('%')):g}% changed"
+    return _NAMES.get(name, name)
+
+
+def policy_words(policy: Mapping[str, Any]) -> str:
+    """A policy's parameters as a phrase."""
+    tau = "" if policy["tau"] is None else f" while entropy is at most {policy['tau']:g} nats"
+    lookup = f"look up {_count(policy['lookup'])}" if policy["lookup"] else ""
+    if policy["mode"] == "budget":
+        return f"leave after layer {policy['depth']} where entropy is at most {policy['tau']:g} nats"
+    if policy["depth"] is None:
+        return lookup or "none"
+    draft = f"draft {_count(policy['length'])} after layer {policy['depth']}{tau}"
+    return f"{lookup}; else {draft}" if lookup else draft
+
+
+def _count(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"at most {tokens} tokens"
+
+
+def percent(value: float | None, digits: int = 0) -> str:
+    """A share as percent; a dash for None."""
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number; a dash for None."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """A speed-up."""
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def points(value: Mapping[str, float | None] | float | None, scale: float = 100, digits: int = 1) -> str:
+    """A loss or an accuracy with its 95% interval where there is one, in percentage points."""
+    if value is None or isinstance(value, int | float):
+        return "–" if value is None else f"{scale * value:.{digits}f}"
+    centre, low, high = (value[key] for key in ("value", "low", "high"))
+    text = "–" if centre is None else f"{scale * centre:.{digits}f}"
+    return text if low is None or high is None else f"{text} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+
+
+def token_text(token: str) -> str:
+    """A token so that each of its characters can be seen: spaces, line ends, controls."""
+    if not token:
+        return "(special)"
+    return "".join(_SIGNS.get(char) or (char if _shown(char) else f"<{ord(char):04X}>") for char in token)
+
+
+def _shown(char: str) -> bool:
+    # Controls, and format characters such as those that turn the direction of text
+    return unicodedata.category(char) not in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The page's first lines: ``headline``, ``outcome`` ("pays", "does not pay" or "not predicted"), ``reasons``."""
+    found = report["depth"][whole(report)]
+    reasons = []
+    if report["predictions"]:
+        said = report["predictions"][0]["verdict"]
+        headline, outcome = said["headline"], "pays" if said["pays"] else "does not pay"
+        reasons += said["reasons"]
+    else:
+        headline, outcome = "Not predicted: no costs of a device were given", "not predicted"
+        agreement = report["curves"][whole(report)]["agreement"][:-1]
+        if agreement and (best := max(agreement)) is not None:
+            depth = report["depths"][agreement.index(best)]
+            reasons.append(f"before the last layer, agreement with it is highest after layer {depth}: {percent(best)}")
+    reasons.append(
+        f"left exactly where its answer no longer changes, which nothing can know in time, a token would skip "
+        f"{percent(found['decided']['skip'])} of the layers"
+    )
+    return {
+        "headline": headline,
+        "outcome": outcome,
+        "reasons": [reason[:1].upper() + reason[1:] for reason in reasons],
+    }
