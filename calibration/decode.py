@@ -14,6 +14,7 @@ import numpy as np
 from eexport.calibration.measures import Measures, log_softmax, measure
 from eexport.calibration.traced import Floats, TracedModel
 
+_MEASURED = 4  # sequences whose logits at every depth are in memory at once
 FULL = -1
 """The policy that always takes the last depth; oracles are numbered by the place of their threshold."""
 
@@ -128,26 +129,20 @@ def _choose(
         for branch, row in zip(running, cosines, strict=True)
     ]
     used = [sorted({*chosen.values(), last}) for chosen in exits]
-    # The head is large: it is read once for all branches that need few of the depths.
+    result: list[dict[int, list[int]]] = [{} for _ in running]
+    # The head is large: it is read once for several branches. Those that need few depths are taken together.
     few = [row for row, chosen in enumerate(exits) if FULL not in chosen]
-    logits: dict[int, Floats] = {}
-    if few:
-        parts = np.split(model.logits(np.concatenate([hidden[row, used[row]] for row in few])), _ends(used, few))
-        logits = dict(zip(few, parts, strict=True))
-    result = []
-    for row, (branch, chosen) in enumerate(zip(running, exits, strict=True)):
-        if FULL in chosen:
-            every = model.logits(hidden[row])  # [P, V]
-            logits[row] = every[used[row]]
-            traces[branch.prompt].append(measure(hidden[row], every, cosines[row]))
-        result.append(_write(chosen, used[row], log_softmax(logits.pop(row)), paths[branch.prompt]))
+    measured = [row for row, chosen in enumerate(exits) if FULL in chosen]
+    for rows in filter(None, (few, *(measured[i : i + _MEASURED] for i in range(0, len(measured), _MEASURED)))):
+        wanted = [used[row] if FULL not in exits[row] else list(range(last + 1)) for row in rows]
+        stacked = model.logits(np.concatenate([hidden[row, places] for row, places in zip(rows, wanted, strict=True)]))
+        ends = np.cumsum([len(places) for places in wanted])[:-1]
+        for row, places, logits in zip(rows, wanted, np.split(stacked, ends), strict=True):
+            log_probs = log_softmax(logits[np.searchsorted(places, used[row])])
+            result[row] = _write(exits[row], used[row], log_probs, paths[running[row].prompt])
+            if FULL in exits[row]:
+                traces[running[row].prompt].append(measure(hidden[row], logits, cosines[row]))
     return result
-
-
-def _ends(used: Sequence[Sequence[int]], rows: Sequence[int]) -> list[int]:
-    """Where the logits of each branch end among those of all, the last one left out."""
-    ends: list[int] = np.cumsum([len(used[row]) for row in rows])[:-1].tolist()
-    return ends
 
 
 def _write(

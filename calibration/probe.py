@@ -15,6 +15,7 @@ from typing import Any
 from eexport.calibration.analysis import Sample, Subject, analyse
 from eexport.calibration.data import Encoded, Skipped
 from eexport.calibration.decode import Continuation, continue_prompts
+from eexport.calibration.sandbox import isolation
 from eexport.calibration.store import TraceStore
 from eexport.calibration.tasks import score
 from eexport.calibration.traced import TracedModel
@@ -22,7 +23,7 @@ from eexport.runtime.costs import CostTable
 from eexport.runtime.errors import EexportError
 
 SCHEMA_VERSION = 1
-THRESHOLDS = (0.5, 0.8, 0.9, 0.95, 0.98)
+THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
 TRACES = "traces"
 
 # Prompts at a time. Their oracles branch off into as many sequences again or more, which fill a model's width; what a
@@ -97,6 +98,9 @@ def probe(
         progress("scoring", index + 1, len(found))
     subject = Subject(model.num_layers, model.depths, settings.thresholds, settings.alpha, settings.tau)
     measured = sum(len(c.measures.argmax) for _, c in found)
+    results = analyse(samples, subject, costs, decode)
+    if settings.run_code and (missing := isolation()):
+        results["caveats"].append(f"code was run, but {missing}")
     return {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -115,7 +119,7 @@ def probe(
             "tokens": measured,
             "seconds_per_1000_tokens": round(1000 * seconds[0] / seconds[1], 1) if seconds[1] else None,
         },
-        **analyse(samples, subject, costs, decode),
+        **results,
     }
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from eexport.calibration.data import Encoded, Rows, Skipped, builtin_prompts, encode, interleave, read_prompts
 from eexport.calibration.probe import TRACES, Settings, probe
 from eexport.calibration.report import write_report
+from eexport.calibration.sandbox import isolation
 from eexport.calibration.traced import TracedModel
 from eexport.calibration.traced_bundle import BundleModel
 from eexport.runtime.costs import CostTable, measure_costs
@@ -73,6 +74,8 @@ def probe_source(
     Raises:
         EexportError: ``source``, the data, the options or the folder cannot be used.
     """
+    if settings.run_code:
+        isolation()  # where code cannot be run in limits, that is said before hours of measuring
     rows = read_prompts(request.data) if request.data else builtin_prompts()
     given = None if request.costs is None else CostTable.read(request.costs)
     if out.exists() and not out.is_dir():

@@ -94,6 +94,8 @@ def probe(source: str, output: Path, as_json: bool, **options: Any) -> None:
         click.echo(f"\n{len(data['skipped'])} rows skipped, {data['cut']} prompts cut")
     for row in data["skipped"][:3]:
         click.echo(f"  {row['source']}: {row['reason']}")
+    for caveat in report["caveats"]:
+        click.echo(f"note: {caveat}")
     if data["stopped_by"]:
         click.echo(f"stopped by --{data['stopped_by']}: {data['left_out']} prompts left out")
     click.echo(f"\nreport  {output / 'report.html'}")
