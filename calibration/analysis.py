@@ -13,7 +13,7 @@ from eexport.calibration import depth, eas
 from eexport.calibration.data import Encoded
 from eexport.calibration.decode import FULL, Continuation
 from eexport.calibration.drafts import LONGEST, Recorded, expected_accepted, looping_share
-from eexport.calibration.frontier import BUDGETS, Scored, frontier
+from eexport.calibration.frontier import Scored, frontier
 from eexport.calibration.intervals import prompts_needed
 from eexport.calibration.measures import TOP, Measures
 from eexport.calibration.predict import nearly_free_rows, predict
@@ -49,7 +49,7 @@ class Subject:
 
 
 def analyse(
-    samples: Sequence[Sample], subject: Subject, costs: CostTable | None, decode: Callable[[Sequence[int]], str]
+    samples: Sequence[Sample], subject: Subject, costs: CostTable, decode: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
     """All results of the report as plain JSON values, from one sample or more."""
     kinds: dict[str, list[Sample]] = {}
@@ -65,17 +65,15 @@ def analyse(
         "kinds": {kind: _counts(group, recorded[kind]) for kind, group in groups.items()},
         "curves": {kind: _curves(found) for kind, found in measures.items()},
         "eas": {kind: _eas(found, subject) for kind, found in measures.items()},
-        "oracle": {kind: _frontier(group, subject) for kind, group in groups.items() if kind != ALL or len(kinds) == 1},
+        "oracle": {kind: _frontier(group, subject) for kind, group in kinds.items()},
         "depth": {kind: _depth(group, measures[kind], subject) for kind, group in groups.items()},
         "drafts": {kind: _drafts(texts_, subject) for kind, texts_ in recorded.items()},
         "heatmaps": [_heatmap(group[0], decode) for group in kinds.values()],
-        "costs": None,
-        "predictions": [],
+        "costs": dataclasses.asdict(costs),
+        "predictions": [
+            dataclasses.asdict(predict(texts, subject.depths, table)) for table in (costs, nearly_free_rows(costs))
+        ],
     }
-    if costs is not None:
-        result["costs"] = dataclasses.asdict(costs)
-        tables = (costs, nearly_free_rows(costs))
-        result["predictions"] = [dataclasses.asdict(predict(texts, subject.depths, table)) for table in tables]
     result["caveats"] = _caveats(result, kinds)
     rounded: dict[str, Any] = _plain(result)
     return rounded
@@ -118,12 +116,18 @@ def _eas(measures: Measures, subject: Subject) -> dict[str, Any]:
         "top": measures.top_overlap.mean(axis=0, dtype=np.float64) / TOP,
     }
     where = subject.depths, subject.num_layers
+    every = subject.depths == tuple(range(1, subject.num_layers + 1)) and subject.num_layers > 1
     return {
-        "score": {name: eas.eas(values, *where, subject.alpha) for name, values in similarity.items()},
+        # The mean over a few depths that a bundle shows would be another figure of the same name.
+        "score": {name: eas.eas(values, *where, subject.alpha) for name, values in similarity.items()}
+        if every
+        else None,
         "by_depth": {name: eas.layer_scores(values, *where, subject.alpha) for name, values in similarity.items()},
         "by_alpha": {
             name: [eas.eas(values, *where, alpha) for alpha in eas.ALPHAS] for name, values in similarity.items()
-        },
+        }
+        if every
+        else None,
     }
 
 
@@ -187,27 +191,44 @@ def _heatmap(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str
 
 def _caveats(result: Mapping[str, Any], kinds: Mapping[str, Sequence[Sample]]) -> list[str]:
     lines = []
-    for kind, group in kinds.items():
-        found = result["oracle"].get(kind) or result["oracle"][ALL]
-        if scored := found["scored"]:
-            smallest = min(row["allowed"] for row in found["budgets"])
-            needed = prompts_needed(smallest) if smallest > 0 else None
-            if needed is None or scored < needed:
-                text = f"{kind}: {scored} scored prompts, so one changed answer is {100 / scored:.1f} points"
-                more = "" if needed is None else f"; confirming {BUDGETS[0]} takes {needed} or more"
-                lines.append(text + more)
-            if found["accuracy"]["value"] < 0.1:
-                lines.append(f"{kind}: the full model solves so few of these that their loss says little")
-        elif any(sample.encoded.prompt.task == "pass_at_1" for sample in group):
-            lines.append(f"{kind}: answers are code, which is only run and scored with --run-code")
-        if (looping := result["kinds"][kind]["looping"]) >= 0.1:
-            lines.append(
-                f"{kind}: {looping:.0%} of the tokens are endless repetition, as greedy decoding of a small model ends "
-                "in; lookup and agreement look better on them than on useful text"
-            )
-    if len({*result["depths"]}) < result["depths"][-1]:
+    here = result["predictions"][0]
+    if not here["apart"]:
+        lines.append("all prompts are one: the predictions' parameters are judged on the text that chose them")
+    if here["verdict"]["few"] is not None:
         lines.append(
-            "a bundle shows only the depths at which its blocks end and the first four; probe the checkpoint for all"
+            f"{here['verdict']['few']}: too few prompts to say how certain the predictions and the verdict are"
+        )
+    elif not here["verdict"]["certain"]:
+        lines.append("other prompts of the same kinds could well turn the verdict: give more of them")
+    for kind, group in kinds.items():
+        lines += [f"{kind}: {text}" for text in _kind_caveats(result["oracle"][kind], result["kinds"][kind], group)]
+    if not result["eas"][ALL]["score"]:
+        lines.append(
+            "a bundle shows only the depths at which its blocks end and the first four, so there is no score over all "
+            "layers, and tokens seem to be decided later than they are: probe the checkpoint for every layer"
+        )
+    return lines
+
+
+def _kind_caveats(found: Mapping[str, Any], counts: Mapping[str, Any], group: Sequence[Sample]) -> list[str]:
+    lines = []
+    if scored := found["scored"]:
+        if found["accuracy"]["value"] < 0.1:
+            lines.append("the full model solves so few of these that their loss says little")
+        strictest = min(found["budgets"], key=lambda row: row["allowed"])
+        text = f"{scored} scored prompts, so one changed answer is {100 / scored:.1f} points"
+        if strictest["allowed"] <= 0:
+            lines.append(text)
+        elif scored < (needed := prompts_needed(strictest["allowed"])):
+            lines.append(f"{text}; confirming a loss within {strictest['budget']} takes {needed} or more")
+    elif any(sample.encoded.prompt.task is not None for sample in group):
+        lines.append(
+            "none of the answers could be scored: code is only run with --run-code, and cut prompts are left out"
+        )
+    if (looping := counts["looping"]) >= 0.1:
+        lines.append(
+            f"{looping:.0%} of the tokens are endless repetition, as greedy decoding of a small model ends in; lookup "
+            "and agreement look better on them than on useful text"
         )
     return lines
 

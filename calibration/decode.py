@@ -81,8 +81,7 @@ def continue_prompts(
     rooms = [min(limit, model.context_length - len(ids)) for ids in prompts]
     waiting = [_Branch(index, [], policies) for index in range(len(prompts))]
     while waiting:
-        # The last first: branches that parted from a sequence come before new sequences, so few of them wait.
-        running = [waiting.pop() for _ in range(min(model.width, len(waiting)))]
+        running = _take(model, waiting, [len(ids) + limit for ids in prompts])
         hidden = model.start([[*prompts[b.prompt], *b.tokens] for b in running], limit)
         while True:
             chosen = _choose(model, running, hidden, thresholds, traces, paths)
@@ -107,6 +106,21 @@ def continue_prompts(
                 running = [running[row] for row in kept]
             hidden = model.step([branch.tokens[-1] for branch in running])
     return [Continuation(Measures.stack(trace), found) for trace, found in zip(traces, paths, strict=True)]
+
+
+def _take(model: TracedModel, waiting: list[_Branch], lengths: Sequence[int]) -> list[_Branch]:
+    """As many branches as the model holds; ``lengths`` are those that the prompts' sequences may reach.
+
+    The last first: branches that parted from a sequence come before new sequences, so few of them wait.
+    """
+    taken: list[_Branch] = []
+    longest = 0
+    while waiting and len(taken) < model.width:
+        longest = max(longest, lengths[waiting[-1].prompt])
+        if taken and (len(taken) + 1) * longest > model.slots:
+            break
+        taken.append(waiting.pop())
+    return taken
 
 
 def _choose(

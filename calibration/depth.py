@@ -44,7 +44,7 @@ def skip_share(places: Places, depths: Sequence[int], num_layers: int) -> float:
 
 @dataclass(frozen=True)
 class Boilerplate:
-    """Seed signals of tokens that need little depth, as shares of all tokens.
+    """Signals of tokens that need little depth, as shares of all tokens.
 
     Attributes:
         rapid: The entropy falls under τ by a quarter of the layers and stays there.
@@ -63,7 +63,7 @@ class Boilerplate:
 
 def boilerplate(entropies: Sequence[Floats], depths: Sequence[int], num_layers: int, tau: float) -> Boilerplate:
     """Find the boilerplate in texts, each with entropies [N, P] in nats."""
-    early = int(np.searchsorted(depths, num_layers / 4, side="right"))  # places of depths up to a quarter
+    early = max(1, int(np.searchsorted(depths, num_layers / 4, side="right")))  # places of depths up to a quarter
     rapid = [confident_at(entropy, tau) < early for entropy in entropies]
     low = [entropy[:, -1] < LOW_FINAL_ENTROPY for entropy in entropies]
     both = [a & b for a, b in zip(rapid, low, strict=True)]

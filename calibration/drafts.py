@@ -1,12 +1,13 @@
 """Speculative rounds replayed on recorded continuations: what is drafted, what is accepted, what it costs.
 
 A token of a recorded greedy continuation is drafted right by an exit exactly if the exit's likeliest token, with the
-true tokens before it, is the full model's: a draft goes on only from right tokens. So a replay is no estimate of
-acceptance but the count itself. Costs come from a device's ``CostTable``.
+true tokens before it, is the full model's: a draft goes on only from right tokens. So a replay counts acceptance and
+does not estimate it. How far an exit drafts beyond a wrong token is taken from the true text as well, which is an
+approximation. Costs come from a device's ``CostTable``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,59 +16,10 @@ from numpy.typing import NDArray
 from eexport.runtime.costs import CostTable
 from eexport.runtime.ngram import NgramIndex
 
-LONGEST = 8
-"""Tokens of a draft at most."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A prompt's continuation: prompt ids, its N tokens, per depth agreement and entropy [N, P]."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    agrees: NDArray[np.bool_]
-    entropy: NDArray[np.float32]
-
-    @cached_property
-    def lookup_runs(self) -> list[tuple[int, int]]:
-        """For each token: how many tokens n-gram lookup proposes from there on, and how many of them are right."""
-        index, runs = NgramIndex(), []
-        index.extend(self.prompt)
-        for place, token in enumerate(self.tokens):
-            proposal = index.propose(LONGEST)
-            right = 0
-            for proposed, true in zip(proposal, self.tokens[place:], strict=False):
-                if proposed != true:
-                    break
-                right += 1
-            runs.append((len(proposal), right))
-            index.extend([token])
-        return runs
-
-    def runs(self, holds: NDArray[np.bool_]) -> list[int]:
-        """For each token how many from there on are true in ``holds`` [N], at most LONGEST."""
-        padded = np.concatenate((holds, np.zeros(LONGEST, bool)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[: len(holds)]
-        runs: list[int] = np.cumprod(windows, axis=1).sum(axis=1).tolist()
-        return runs
-
-
-@dataclass
-class Tally:
-    """What rounds came to; ``ms`` is their time by the cost table, ``exited`` the tokens that were not verified."""
-
-    rounds: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    exited: int = 0
-    wrong: int = 0
-    ms: float = 0.0
-
-    def add(self, other: "Tally") -> None:
-        """Sum two tallies."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+LONGEST = 7
+"""Tokens of a draft at most: with the token before them, they are verified as 8 rows."""
+BUFFER = 3
+"""Tokens that may wait for the keys and values of the layers they left out, unless they are verified."""
 
 
 @dataclass(frozen=True)
@@ -91,88 +43,165 @@ class Policy:
     tau: float = float("inf")
 
 
-def replay(policy: Policy, recorded: Recorded, costs: CostTable, buffer: int = 3) -> Tally:
-    """Run a policy over one continuation; the first token is the prefill's and not counted.
+@dataclass(frozen=True)
+class Recorded:
+    """A prompt's continuation: prompt ids, its N tokens, per depth agreement and entropy [N, P]."""
 
-    In "budget" at most ``buffer`` tokens wait for the keys and values of the layers they left out.
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    agrees: NDArray[np.bool_]
+    entropy: NDArray[np.float32]
+    _runs: dict[tuple[int, float | None], list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def lookup_runs(self) -> list[tuple[int, int]]:
+        """For each token: how many tokens n-gram lookup proposes from there on, and how many of them are right."""
+        index, runs = NgramIndex(), []
+        index.extend(self.prompt)
+        for place, token in enumerate(self.tokens):
+            proposal = index.propose(LONGEST)
+            right = 0
+            for proposed, true in zip(proposal, self.tokens[place:], strict=False):
+                if proposed != true:
+                    break
+                right += 1
+            runs.append((len(proposal), right))
+            index.extend([token])
+        return runs
+
+    def right_runs(self, place: int) -> list[int]:
+        """For each token how many from there on the exit at ``place`` gets right, at most LONGEST."""
+        if (place, None) not in self._runs:
+            self._runs[place, None] = _run_lengths(self.agrees[:, place], after=False)
+        return self._runs[place, None]
+
+    def sure_runs(self, place: int, tau: float) -> list[int]:
+        """For each token for how many from there on the exit's entropy is at most ``tau``, at most LONGEST.
+
+        Beyond the end of the text it counts as sure.
+        """
+        if (place, tau) not in self._runs:
+            self._runs[place, tau] = _run_lengths(self.entropy[:, place] <= tau, after=True)
+        return self._runs[place, tau]
+
+
+def _run_lengths(holds: NDArray[np.bool_], *, after: bool) -> list[int]:
+    """For each place how many in a row are true from there on; ``after`` is what follows the last."""
+    padded = np.concatenate((holds, np.full(LONGEST, after)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, LONGEST)[: len(holds)]
+    lengths: list[int] = np.cumprod(windows, axis=1).sum(axis=1).tolist()
+    return lengths
+
+
+@dataclass
+class Tally:
+    """What rounds came to; ``ms`` is their time by the cost table.
+
+    ``exited`` tokens were not verified, and ``wrong`` of them are not the full model's at that place.
     """
-    if policy.mode == "budget":
-        return _replay_budget(policy, recorded, costs, buffer)
-    total, tally = len(recorded.tokens), Tally()
-    cost = _RoundCosts(costs, policy.depth or 0)
-    right, confident = [0] * total, [0] * total
-    if policy.place is not None:
-        right = recorded.runs(recorded.agrees[:, policy.place])
-        confident = recorded.runs(recorded.entropy[:, policy.place] <= policy.tau)
-    place = 1
-    while place < total:
-        drafted = accepted = 0
-        if policy.lookup:
-            drafted, accepted = (min(count, policy.lookup) for count in recorded.lookup_runs[place])
-        if drafted or policy.place is None:
-            ms = cost.step[drafted]
-        else:
-            drafted = min(policy.length, confident[place])
-            accepted = min(drafted, right[place])
-            # A draft that ends because the exit is unsure has paid for that look as well.
-            ms = cost.drafting[drafted] + (cost.look if drafted < policy.length else 0.0)
-        made = min(accepted + 1, total - place)
-        tally.rounds += 1
-        tally.tokens += made
-        tally.drafted += drafted
-        tally.accepted += min(accepted, made)
-        tally.ms += ms
-        place += made
-    return tally
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    exited: int = 0
+    wrong: int = 0
+    ms: float = 0.0
 
 
-class _RoundCosts:
-    """Milliseconds of a round by the number of drafted tokens."""
+class Replay:
+    """Rounds at one device's prices."""
+
+    def __init__(self, costs: CostTable) -> None:
+        self._costs = costs
+        self._prices: dict[int, _Prices] = {}
+
+    def __call__(self, policy: Policy, text: Recorded) -> Tally:
+        """Run a policy over one continuation; the first token is the prefill's and not counted."""
+        prices = self._at(policy.depth or 0)
+        if policy.place is None:
+            return _verified(policy, text, prices, [0] * len(text.tokens), [0] * len(text.tokens))
+        if policy.mode == "budget":
+            return _unverified(text.entropy[1:, policy.place] <= policy.tau, text.agrees[1:, policy.place], prices)
+        right, sure = text.right_runs(policy.place), text.sure_runs(policy.place, policy.tau)
+        return _verified(policy, text, prices, right, sure)
+
+    def rounds(self, depth: int) -> list[float]:
+        """Milliseconds of a round with an exit at ``depth``, by the number of drafted tokens, 0 to LONGEST."""
+        return self._at(depth).drafting
+
+    def _at(self, depth: int) -> "_Prices":
+        if (prices := self._prices.get(depth)) is None:
+            prices = self._prices[depth] = _Prices(self._costs, depth)
+        return prices
+
+
+class _Prices:
+    """Milliseconds of the parts of a round with an exit at ``depth``, by drafted or waiting tokens."""
 
     def __init__(self, costs: CostTable, depth: int) -> None:
-        layers = costs.num_layers
-        self.shallow = costs.embed_ms(1) + costs.layers_ms(0, depth, 1)
+        layers, shallow = costs.num_layers, costs.embed_ms(1) + costs.layers_ms(0, depth, 1)
         self.look = costs.head_ms(1) + costs.host_ms
         self.step = [costs.step_ms(1 + drafted) for drafted in range(LONGEST + 1)]
         # The last drafted token runs through the shallow layers too, to be verified; that pass needs no exit head.
         self.drafting = [
-            (drafted + 1) * self.shallow
+            (drafted + 1) * shallow
             + drafted * self.look
             + costs.layers_ms(depth, layers, drafted + 1)
             + costs.head_ms(drafted + 1)
             + costs.host_ms
             for drafted in range(LONGEST + 1)
         ]
+        self.leaving = shallow + self.look
+        self.staying = [costs.layers_ms(depth, layers, 1 + waiting) + costs.head_ms(1) for waiting in range(BUFFER + 1)]
 
 
-def _replay_budget(policy: Policy, recorded: Recorded, costs: CostTable, buffer: int) -> Tally:
-    assert policy.place is not None and policy.depth is not None
-    tally, layers, pending = Tally(), costs.num_layers, 0
-    shallow = costs.embed_ms(1) + costs.layers_ms(0, policy.depth, 1) + costs.head_ms(1) + costs.host_ms
-    deep = [costs.layers_ms(policy.depth, layers, 1 + waiting) + costs.head_ms(1) for waiting in range(buffer + 1)]
-    leaves = (recorded.entropy[1:, policy.place] <= policy.tau).tolist()
-    for leaving, agrees in zip(leaves, recorded.agrees[1:, policy.place].tolist(), strict=True):
-        tally.rounds += 1
-        tally.tokens += 1
-        tally.ms += shallow
-        if leaving and pending < buffer:
-            pending += 1
-            tally.exited += 1
-            tally.wrong += not agrees
+def _verified(policy: Policy, text: Recorded, prices: _Prices, right: list[int], sure: list[int]) -> Tally:
+    total, tally, place = len(text.tokens), Tally(), 1
+    while place < total:
+        drafted = accepted = 0
+        if policy.lookup:
+            drafted, accepted = (min(count, policy.lookup) for count in text.lookup_runs[place])
+        if drafted or policy.place is None:
+            tally.ms += prices.step[drafted]
         else:
-            tally.ms += deep[pending]
-            pending = 0
+            drafted = min(policy.length, sure[place])
+            accepted = min(drafted, right[place])
+            # A draft that ends because the exit is unsure has paid for that look as well.
+            tally.ms += prices.drafting[drafted] + (prices.look if drafted < policy.length else 0.0)
+        made = min(accepted + 1, total - place)
+        tally.rounds += 1
+        tally.tokens += made
+        tally.drafted += drafted
+        tally.accepted += min(accepted, made)
+        place += made
     return tally
 
 
-def expected_accepted(recorded: Sequence[Recorded], place: int | None, length: int) -> float | None:
-    """Mean tokens accepted of a draft of ``length``, by the exit at ``place`` or, if None, by n-gram lookup.
+def _unverified(leaves: NDArray[np.bool_], agrees: NDArray[np.bool_], prices: _Prices) -> Tally:
+    tally, waiting = Tally(), 0
+    for leaving, right in zip(leaves.tolist(), agrees.tolist(), strict=True):
+        tally.rounds += 1
+        tally.tokens += 1
+        tally.ms += prices.leaving
+        if leaving and waiting < BUFFER:
+            waiting += 1
+            tally.exited += 1
+            tally.wrong += not right
+        else:
+            tally.ms += prices.staying[waiting]
+            waiting = 0
+    return tally
 
-    None where there was no round at all.
+
+def expected_accepted(texts: Sequence[Recorded], place: int | None, length: int) -> float | None:
+    """Mean tokens accepted a round with drafts of ``length``, by the exit at ``place`` or, if None, by n-gram lookup.
+
+    A round without a proposal counts as one with none accepted. None where there was no round at all.
     """
     accepted = rounds = 0
-    for text in recorded:
-        right = [run for _, run in text.lookup_runs] if place is None else text.runs(text.agrees[:, place])
+    for text in texts:
+        right = [run for _, run in text.lookup_runs] if place is None else text.right_runs(place)
         here = 1
         while here < len(text.tokens):
             run = min(length, right[here])
@@ -180,10 +209,10 @@ def expected_accepted(recorded: Sequence[Recorded], place: int | None, length: i
     return accepted / rounds if rounds else None
 
 
-def looping_share(recorded: Sequence[Recorded], longest: int = 32, times: int = 3) -> float:
+def looping_share(texts: Sequence[Recorded], longest: int = 32, times: int = 3) -> float:
     """Share of tokens that repeat the text ``times`` times over with a period of up to ``longest``: endless loops."""
     looping = total = 0
-    for text in recorded:
+    for text in texts:
         tokens = np.asarray(text.tokens)
         flags = np.zeros(len(tokens), bool)
         for period in range(1, longest + 1):

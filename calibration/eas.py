@@ -29,7 +29,7 @@ def layer_scores(similarity: Doubles, depths: Sequence[int], num_layers: int, al
 
 
 def eas(similarity: Doubles, depths: Sequence[int], num_layers: int, alpha: float) -> float:
-    """Mean score of the depths before the last layer, from similarities [P] in [0, 1]."""
+    """Mean score of the depths before the last layer, one or more, from similarities [P] in [0, 1]."""
     candidates = [place for place, depth in enumerate(depths) if depth < num_layers]
     scores = layer_scores(similarity, depths, num_layers, alpha)
     return float(scores[candidates].mean())

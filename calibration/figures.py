@@ -17,7 +17,7 @@ from eexport.calibration.charts import (
     percent_axis,
 )
 from eexport.calibration.speed_figures import breakeven, cost_by_rows, cost_ratio, drafts, drafts_by_depth, speedups
-from eexport.calibration.words import PAPER_LAYER_USE, kinds_of, whole
+from eexport.calibration.words import ALL, PAPER_LAYER_USE, kinds_of
 
 Report = Mapping[str, Any]
 Series = Mapping[str, tuple[Sequence[float | None], str]]
@@ -72,7 +72,7 @@ def _kind_series(report: Report, quantity: str) -> Series:
 
 def similarity(report: Report) -> Chart:
     """How alike each depth and the last one are, over all tokens."""
-    curves = report["curves"][whole(report)]
+    curves = report["curves"][ALL]
     series = {text: (curves[key], f"part-{index}") for index, (key, text) in enumerate(_SIMILARITY.items())}
     caption = "Each layer against the last one, mean over all tokens. 1 is the same."
     return _over_depth(report, "similarity", "Similarity to the last layer", caption, "similarity", series)
@@ -94,16 +94,17 @@ def entropy(report: Report) -> Chart:
 
 def eas_by_depth(report: Report) -> Chart:
     """The score of each depth."""
-    found = report["eas"][whole(report)]["by_depth"]
+    found = report["eas"][ALL]["by_depth"]
     series = {text: (found[key], f"part-{index}") for index, (key, text) in enumerate(_EAS.items())}
     alpha = report["settings"]["alpha"]
     caption = f"Similarity to the power {alpha:g} times the share of layers skipped to the power {1 - alpha:g}."
     return _over_depth(report, "eas_depth", f"Adaptability score by layer, α = {alpha:g}", caption, "score", series)
 
 
-def eas_by_alpha(report: Report) -> Chart:
+def eas_by_alpha(report: Report) -> Chart | None:
     """The model's score over α."""
-    found = report["eas"][whole(report)]["by_alpha"]
+    if (found := report["eas"][ALL]["by_alpha"]) is None:
+        return None
 
     def paint(axes: Axes) -> None:
         for index, (key, text) in enumerate(_EAS.items()):
@@ -225,7 +226,7 @@ def exit_points(report: Report, rule: str) -> Chart:
             "From there on, every layer's likeliest token is the last's.",
         )
     else:
-        never = report["depth"][whole(report)][rule]["never"]
+        never = report["depth"][ALL][rule]["never"]
         title = f"Layer at which entropy stays under {tau:g} nats"
         caption = f"Tokens that never get there are left out: {never:.0%} of all."
     return chart(f"exits_{rule}", title, caption, paint)
@@ -233,7 +234,7 @@ def exit_points(report: Report, rule: str) -> Chart:
 
 def layer_use(report: Report) -> Chart:
     """What share of tokens would run each range of layers."""
-    found = report["depth"][whole(report)]
+    found = report["depth"][ALL]
     ranges = [f"{first}-{last}" for first, last in found["layer_ranges"]]
     series = {"until entropy stays under τ": (found["confident"]["layer_use"], "part-0")}
     series["until the answer is decided"] = (found["decided"]["layer_use"], "part-1")

@@ -5,7 +5,7 @@ compared prompt by prompt with the full model's own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,21 +131,21 @@ def _budget(
     before = _correct(scored, FULL)
     allowed = allowed_loss(budget, float(before.mean()))
 
-    def choose(part: Sequence[Scored], limit: Callable[[Interval], float]) -> int:
+    def choose(part: Sequence[Scored]) -> int:
         """The policy that skips most within the budget; the full model where no oracle is."""
         fitting = [FULL] + [
             policy
             for policy in range(len(thresholds))
-            if limit(paired_loss(_correct(part, FULL), _correct(part, policy))) <= allowed + 1e-12
+            if paired_loss(_correct(part, FULL), _correct(part, policy)).value <= allowed + 1e-12
         ]
         return max(fitting, key=lambda policy: skipped([p.paths[policy] for p in part], depths, num_layers))
 
     halves = (scored[::2], scored[1::2]) if len(scored) > 1 else (scored, scored)
-    chosen = [choose(halves[1], lambda loss: loss.value), choose(halves[0], lambda loss: loss.value)]
+    chosen = [choose(half) for half in halves[::-1]]
     judged = [(prompt, policy) for half, policy in zip(halves, chosen, strict=True) for prompt in half]
     after = np.array([bool(prompt.correct[policy]) for prompt, policy in judged])
     full = np.array([bool(prompt.correct[FULL]) for prompt, _ in judged])
-    overall = choose(scored, lambda loss: loss.value)
+    overall = choose(scored)
     loss = paired_loss(full, after)
     return Budget(
         budget=budget,

@@ -6,25 +6,32 @@ round, so that a lucky choice does not flatter the figure.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from eexport.calibration.drafts import LONGEST, Policy, Recorded, Tally, replay
+from eexport.calibration.drafts import LONGEST, Policy, Recorded, Replay, Tally
+from eexport.calibration.verdict import ADDS, PAYS, Breakeven, Verdict, judge, needed_agreement
 from eexport.runtime.costs import CostTable
 
-LENGTHS = (1, 2, 3, 4, 6, 8)
+LENGTHS = (1, 2, 3, 4, 5, 7)
+LOOKUPS_WITH_EXIT = (2, 4, 7)
 DRAFT_TAUS = (0.1, 0.3, 1.0, 2.0, math.inf)
 EXIT_TAUS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-BUDGETS = (0.005, 0.01, 0.05)
-"""Shares of tokens that may differ from the full model's, for exits that nobody verifies."""
-PAYS, ADDS = 1.05, 1.02
-"""Early exit pays if it is this much faster than all layers, and than the best policy without it."""
+WRONG_AT_MOST = (0.005, 0.01, 0.05)
+"""Shares of tokens that may be wrong where they leave, for exits that nobody verifies."""
 ROW_COST = 0.02
 """What a further row costs where rows are nearly free, as on a GPU: this share of the first."""
-_EXITS_TRIED_WITH_LOOKUP = 4
+_EXITS_TRIED_WITH_LOOKUP = 3
 _LEAST_AGREEMENT = 0.02  # an exit that is right less often than this is not worth replaying
+_LEAST_PROMPTS = 5  # of a kind, for an interval to mean something
+_RESAMPLES = 1000
+_FIELDS = tuple(field.name for field in dataclasses.fields(Tally))
+_TOKENS, _MS = _FIELDS.index("tokens"), _FIELDS.index("ms")
+
+Doubles = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,120 +39,120 @@ class Forecast:
     """What a kind of policy would give.
 
     Attributes:
-        name: "full", "lookup", "exit", "hybrid" or "budget 1%".
+        name: "full", "lookup", "exit", "hybrid" or, for exits that nobody verifies, "budget 1.0%".
         policy: The parameters that are best on all prompts.
         speedup: By kind of text and, under "all", their geometric mean, against all layers for every token.
-        accepted: Drafted tokens accepted a round, by kind.
+        low: Lower end of the 95% interval of the mean, from resampled prompts.
+        high: Its upper end.
+        accepted: Drafted tokens accepted a round, by kind and under "all".
         exited: Share of tokens that left early unverified.
-        wrong: Share of all tokens that differ from the full model's because of it.
+        wrong: Share of all tokens that left early and are not the full model's at that place.
     """
 
     name: str
     policy: Policy
     speedup: dict[str, float]
+    low: float
+    high: float
     accepted: dict[str, float]
     exited: float
     wrong: float
 
 
 @dataclass(frozen=True)
-class Breakeven:
-    """What an exit must reach to pay by itself: ``needed`` agreement (None: it cannot), beside the measured one."""
-
-    depth: int
-    needed: float | None
-    measured: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether early exit pays here, the best policy's name, and why."""
-
-    pays: bool
-    best: str
-    headline: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Prediction:
-    """All of a prediction for one device."""
+    """All of a prediction for one device; ``apart``: whether choice and judgement had prompts of their own."""
 
     device: str
     forecasts: tuple[Forecast, ...]
     breakeven: tuple[Breakeven, ...]
     verdict: Verdict
-
-
-_Halves = dict[str, tuple[Tally, Tally]]
-_Allowed = Callable[[Policy, tuple[int, ...]], bool]
+    apart: bool
 
 
 class _Bench:
-    """Replays policies over every kind of text, in two halves, once each."""
+    """Replays policies over N texts of several kinds, once each; a result is a table [N, fields of ``Tally``]."""
 
     def __init__(self, texts: Mapping[str, Sequence[Recorded]], costs: CostTable) -> None:
-        self._texts, self._costs = texts, costs
-        self._done: dict[Policy, _Halves] = {}
-        self._step = costs.step_ms(1)
+        self._kinds = list(texts)
+        self._texts = [text for group in texts.values() for text in group]
+        self._kind_of = np.repeat(np.arange(len(texts)), [len(group) for group in texts.values()])
+        # Each kind begins in the other half than the one before it, so that kinds of one prompt fall in both.
+        numbers = np.concatenate([number + np.arange(len(group)) for number, group in enumerate(texts.values())])
+        self._halves = (numbers % 2 == 0, numbers % 2 == 1)
+        self.apart = all(half.any() for half in self._halves)
+        self._replay, self._step = Replay(costs), costs.step_ms(1)
+        self._done: dict[Policy, Doubles] = {}
+        self._weights = self._resampled()
 
-    def halves(self, policy: Policy) -> _Halves:
+    def table(self, policy: Policy) -> Doubles:
         if policy not in self._done:
-            result: _Halves = {}
-            for kind, texts in self._texts.items():
-                pair = result[kind] = (Tally(), Tally())
-                for index, text in enumerate(texts):
-                    pair[index % 2].add(replay(policy, text, self._costs))
-            self._done[policy] = result
+            rows = [dataclasses.astuple(self._replay(policy, text)) for text in self._texts]
+            self._done[policy] = np.array(rows, np.float64)
         return self._done[policy]
 
-    def speedup(self, halves: _Halves, *parts: int) -> float:
-        """Geometric mean over kinds of the speed-up on these halves."""
-        return geometric_mean([self.kind_speedup([pair[part] for part in parts]) for pair in halves.values()])
+    def speedup(self, policy: Policy, part: NDArray[np.bool_] | None = None) -> float:
+        """Geometric mean over the kinds, on the texts of ``part`` only; 1 where these are none."""
+        weights = np.ones(len(self._texts)) if part is None else part.astype(np.float64)
+        return float(np.exp(self._log_speedups(self.table(policy), weights[None])[0]))
 
-    def kind_speedup(self, tallies: Sequence[Tally]) -> float:
-        ms = sum(tally.ms for tally in tallies)
-        return sum(tally.tokens for tally in tallies) * self._step / ms if ms else 1.0
-
-    def best(
-        self, policies: Sequence[Policy], allowed: Callable[[Policy, tuple[int, ...]], bool], *parts: int
-    ) -> Policy:
-        fitting = [policy for policy in policies if allowed(policy, parts)]
-        return max(fitting, key=lambda policy: self.speedup(self.halves(policy), *parts), default=Policy("full"))
-
-    def wrong(self, policy: Policy, *parts: int) -> float:
-        tallies = [pair[part] for pair in self.halves(policy).values() for part in parts]
-        return sum(t.wrong for t in tallies) / max(1, sum(t.tokens for t in tallies))
-
-    def forecast(self, name: str, policies: Sequence[Policy], most_wrong: float = 0.0) -> Forecast:
-        """The policy chosen on each half, judged on the other."""
-
-        def allowed(policy: Policy, parts: tuple[int, ...]) -> bool:
-            return policy.mode != "budget" or self.wrong(policy, *parts) <= most_wrong
-
-        judged: dict[str, list[Tally]] = {kind: [] for kind in self._texts}
-        for chosen_on, judged_on in ((0, 1), (1, 0)):
-            halves = self.halves(self.best(policies, allowed, chosen_on))
-            for kind, pair in halves.items():
-                judged[kind].append(pair[judged_on])
-        speedup = {kind: self.kind_speedup(tallies) for kind, tallies in judged.items()}
-        everything = Tally()
-        for tallies in judged.values():
-            for tally in tallies:
-                everything.add(tally)
-        tokens = max(1, everything.tokens)
-        accepted = {
-            kind: sum(t.accepted for t in tallies) / max(1, sum(t.rounds for t in tallies))
-            for kind, tallies in judged.items()
-        }
-        return Forecast(
+    def forecast(self, name: str, policies: Sequence[Policy], wrong: float = 1.0) -> tuple[Forecast, Doubles]:
+        """The policy chosen on each half, judged on the other; also the mean's speed-up in each resample."""
+        whole = np.ones(len(self._texts), bool)
+        judged = np.empty((len(self._texts), len(_FIELDS)))
+        for chosen_on, judged_on in zip(self._halves, self._halves[::-1], strict=True):
+            judged[judged_on] = self.table(self._best(policies, chosen_on if self.apart else whole, wrong))[judged_on]
+        resampled = np.exp(self._log_speedups(judged, self._weights))
+        low, high = np.quantile(resampled, [0.025, 0.975]).tolist()
+        sums = {kind: judged[self._kind_of == number].sum(axis=0) for number, kind in enumerate(self._kinds)}
+        speedup = {kind: float(row[_TOKENS] * self._step / row[_MS]) if row[_MS] else 1.0 for kind, row in sums.items()}
+        total = Tally(*judged.sum(axis=0).tolist())
+        by_kind = {kind: Tally(*row.tolist()) for kind, row in sums.items()}
+        forecast = Forecast(
             name=name,
-            policy=self.best(policies, allowed, 0, 1),
+            policy=self._best(policies, whole, wrong),
             speedup={**speedup, "all": geometric_mean(list(speedup.values()))},
-            accepted={**accepted, "all": everything.accepted / max(1, everything.rounds)},
-            exited=everything.exited / tokens,
-            wrong=everything.wrong / tokens,
+            low=low,
+            high=high,
+            accepted={kind: tally.accepted / max(1, tally.rounds) for kind, tally in {**by_kind, "all": total}.items()},
+            exited=total.exited / max(1, total.tokens),
+            wrong=total.wrong / max(1, total.tokens),
         )
+        return forecast, resampled
+
+    def few(self) -> str | None:
+        """The kind with too few prompts for an interval, if there is one."""
+        counts = np.bincount(self._kind_of)
+        return self._kinds[int(counts.argmin())] if counts.min() < _LEAST_PROMPTS else None
+
+    def _best(self, policies: Sequence[Policy], part: NDArray[np.bool_], wrong: float) -> Policy:
+        def share_wrong(policy: Policy) -> float:
+            total = Tally(*self.table(policy)[part].sum(axis=0).tolist())
+            return total.wrong / max(1, total.tokens)
+
+        fitting = [policy for policy in policies if share_wrong(policy) <= wrong]
+        return max(fitting, key=lambda policy: self.speedup(policy, part), default=Policy("full"))
+
+    def _log_speedups(self, table: Doubles, weights: Doubles) -> Doubles:
+        """For each row of ``weights`` [B, N] the log of the geometric mean over the kinds that have weight: [B]."""
+        total, count = np.zeros(len(weights)), np.zeros(len(weights))
+        for number in range(len(self._kinds)):
+            here = self._kind_of == number
+            tokens, ms = (weights[:, here] @ table[here, column] for column in (_TOKENS, _MS))
+            counts = ms > 0
+            total += np.log(np.where(counts, tokens * self._step, 1) / np.where(counts, ms, 1))
+            count += counts
+        result: Doubles = total / np.maximum(count, 1)
+        return result
+
+    def _resampled(self) -> Doubles:
+        """How often each text is drawn, kind by kind, in each of many resamples: [B, N]."""
+        generator = np.random.default_rng(0)
+        weights = np.zeros((_RESAMPLES, len(self._texts)))
+        for number in range(len(self._kinds)):
+            here = np.flatnonzero(self._kind_of == number)
+            weights[:, here] = generator.multinomial(len(here), np.full(len(here), 1 / len(here)), _RESAMPLES)
+        return weights
 
 
 def predict(texts: Mapping[str, Sequence[Recorded]], depths: Sequence[int], costs: CostTable) -> Prediction:
@@ -157,104 +164,46 @@ def predict(texts: Mapping[str, Sequence[Recorded]], depths: Sequence[int], cost
         costs: Of the device, for a model of the same number of layers.
     """
     bench = _Bench(texts, costs)
-    agreement = _agreement(texts, len(depths))
+    agreement = _agreement(texts)
     exits = [place for place in range(len(depths) - 1) if agreement[place] >= _LEAST_AGREEMENT]
-    full = Policy("full")
-    lookups = [Policy("exact", lookup=length) for length in range(1, LONGEST + 1)]
-    drafting = [
-        Policy("exact", place=place, depth=depths[place], length=length, tau=tau)
+    drafting = {
+        place: [
+            Policy("exact", place=place, depth=depths[place], length=length, tau=tau)
+            for length in LENGTHS
+            for tau in DRAFT_TAUS
+        ]
         for place in exits
-        for length in LENGTHS
-        for tau in DRAFT_TAUS
-    ]
-    drafting.sort(key=lambda policy: bench.speedup(bench.halves(policy), 0, 1), reverse=True)
-    hybrids = [
-        dataclasses.replace(policy, lookup=length)
-        for policy in drafting[:_EXITS_TRIED_WITH_LOOKUP]
-        for length in range(1, LONGEST + 1)
-    ]
+    }
+    promising = sorted(exits, key=lambda place: -max(map(bench.speedup, drafting[place])))[:_EXITS_TRIED_WITH_LOOKUP]
+    searches = {
+        "full": [Policy("full")],
+        "lookup": [Policy("exact", lookup=length) for length in range(1, LONGEST + 1)],
+        "exit": [policy for policies in drafting.values() for policy in policies],
+        "hybrid": [
+            dataclasses.replace(policy, lookup=length)
+            for place in promising
+            for policy in drafting[place]
+            for length in LOOKUPS_WITH_EXIT
+        ],
+    }
+    found = {name: bench.forecast(name, policies) for name, policies in searches.items()}
     leaving = [Policy("budget", place=place, depth=depths[place], tau=tau) for place in exits for tau in EXIT_TAUS]
-    forecasts = [
-        bench.forecast("full", [full]),
-        bench.forecast("lookup", lookups),
-        bench.forecast("exit", drafting),
-        bench.forecast("hybrid", hybrids),
-        *(bench.forecast(f"budget {budget:.1%}", leaving, budget) for budget in BUDGETS),
-    ]
+    for wrong in WRONG_AT_MOST:
+        found[f"budget {wrong:.1%}"] = bench.forecast(f"budget {wrong:.1%}", leaving, wrong)
+    forecasts = tuple(forecast for forecast, _ in found.values())
     breakeven = tuple(
-        Breakeven(depths[place], needed_agreement(costs, depths[place]), float(agreement[place]))
-        for place in range(len(depths) - 1)
+        Breakeven(depth, needed_agreement(costs, depth), float(agreement[place]))
+        for place, depth in enumerate(depths[:-1])
+    )
+    verdict = judge(forecasts, breakeven, costs.num_layers)
+    # The lead of the best policy with an exit over what it must reach to pay, in each resample.
+    limit = np.maximum(PAYS, ADDS * found[verdict.without][1])
+    lead = np.quantile(found[verdict.with_exit][1] / limit, [0.025, 0.975])
+    verdict = dataclasses.replace(
+        verdict, certain=bench.few() is None and bool((lead > 1).all() or (lead < 1).all()), few=bench.few()
     )
     where = f"{costs.device} ({costs.backend}, {costs.threads} threads)"
-    return Prediction(where, tuple(forecasts), breakeven, judge(forecasts, breakeven, costs.num_layers))
-
-
-def judge(forecasts: Sequence[Forecast], breakeven: Sequence[Breakeven], num_layers: int) -> Verdict:
-    """Say whether early exit pays, and why or why not, from the lossless policies."""
-    speed = {forecast.name: forecast.speedup["all"] for forecast in forecasts}
-    with_exit = max(("exit", "hybrid"), key=lambda name: speed[name])
-    without = max(("full", "lookup"), key=lambda name: speed[name])
-    pays = speed[with_exit] >= max(PAYS, ADDS * speed[without])
-    best = with_exit if pays else without if speed[without] >= PAYS else "full"
-    chosen = next(forecast for forecast in forecasts if forecast.name == with_exit)
-    reasons = [f"n-gram lookup alone, which needs no exit, predicts {speed['lookup']:.2f}x"]
-    depth = chosen.policy.depth
-    if pays:
-        headline = f"Early exit pays: {speed[best]:.2f}x predicted with nothing lost, {_plain(chosen.policy)}"
-    else:
-        headline = "Early exit does not pay here: " + (
-            f"use n-gram lookup, {speed['lookup']:.2f}x predicted with nothing lost"
-            if best == "lookup"
-            else "run every layer for every token"
-        )
-    if depth is None:
-        reasons.append("no layer before the last agrees with it on enough tokens to draft from")
-    else:
-        reasons.append(
-            f"the best exit, after layer {depth} of {num_layers}, predicts {speed['exit']:.2f}x alone and "
-            f"{speed['hybrid']:.2f}x with lookup"
-        )
-    reachable = [(row, row.needed) for row in breakeven if row.needed is not None]
-    if reachable:
-        nearest, needed = max(reachable, key=lambda pair: pair[0].measured / max(pair[1], 1e-9))
-        reasons.append(
-            f"of all exits the one after layer {nearest.depth} is nearest to break-even: it agrees with the last layer "
-            f"on {nearest.measured:.0%} of tokens and would have to on {needed:.0%}"
-        )
-    else:
-        reasons.append("on this device no exit can break even, however good: a draft costs too much there")
-    budgets = [forecast for forecast in forecasts if forecast.name.startswith("budget")]
-    if budgets and (top := max(budgets, key=lambda forecast: forecast.speedup["all"])).speedup["all"] > 1:
-        reasons.append(
-            f"exits that nobody verifies predict {top.speedup['all']:.2f}x with {top.wrong:.1%} of tokens changed"
-        )
-    else:
-        reasons.append("exits that nobody verifies are no faster within 5% of changed tokens")
-    return Verdict(pays, best, headline, tuple(reasons))
-
-
-def needed_agreement(costs: CostTable, depth: int) -> float | None:
-    """The least share of right tokens with which drafting at ``depth`` is no slower than all layers.
-
-    Each drafted token is taken to be right independently with this probability; the draft length is the best one.
-    None where even a perfect exit is slower.
-    """
-    rounds = [
-        replay(Policy("exact", place=0, depth=depth, length=length), _perfect(length + 1), costs).ms
-        for length in range(1, LONGEST + 1)
-    ]
-
-    def speedup(p: float) -> float:
-        made = [sum(p**token for token in range(length + 1)) for length in range(1, LONGEST + 1)]
-        return max(tokens * costs.step_ms(1) / ms for tokens, ms in zip(made, rounds, strict=True))
-
-    if speedup(1.0) < 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if speedup(middle) >= 1 else (middle, high)
-    return high
+    return Prediction(where, forecasts, breakeven, verdict, bench.apart)
 
 
 def nearly_free_rows(costs: CostTable) -> CostTable:
@@ -271,20 +220,8 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _perfect(tokens: int) -> Recorded:
-    """A text of one round after its first token, on which an exit is always right and sure."""
-    shape = (tokens + 1, 1)
-    return Recorded((), tuple(range(tokens + 1)), np.ones(shape, bool), np.zeros(shape, np.float32))
-
-
-def _agreement(texts: Mapping[str, Sequence[Recorded]], count: int) -> list[float]:
-    """Mean over kinds of the share of tokens on which each of ``count`` depths agrees with the last."""
+def _agreement(texts: Mapping[str, Sequence[Recorded]]) -> list[float]:
+    """For each depth the mean over kinds of the share of tokens on which it agrees with the last."""
     means = [np.concatenate([text.agrees for text in group]).mean(axis=0) for group in texts.values()]
     result: list[float] = np.mean(means, axis=0).tolist()
-    assert len(result) == count
     return result
-
-
-def _plain(policy: Policy) -> str:
-    text = f"drafting up to {policy.length} tokens after layer {policy.depth}"
-    return f"{text}, and up to {policy.lookup} by lookup" if policy.lookup else text

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from eexport.calibration.analysis import Sample, Subject, analyse
@@ -19,18 +18,16 @@ from eexport.calibration.sandbox import isolation
 from eexport.calibration.store import TraceStore
 from eexport.calibration.tasks import score
 from eexport.calibration.traced import TracedModel
+from eexport.runtime.console import Progress
 from eexport.runtime.costs import CostTable
 from eexport.runtime.errors import EexportError
 
 SCHEMA_VERSION = 1
-THRESHOLDS = (0.8, 0.9, 0.95, 0.98)
-TRACES = "traces"
+THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 0.98)
 
 # Prompts at a time. Their oracles branch off into as many sequences again or more, which fill a model's width; what a
 # group has measured is lost when it is interrupted.
 _GROUP = 8
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Settings:
     Attributes:
         tokens: Longest continuation of a prompt.
         max_tokens: Tokens of the full model over all prompts; no further prompts are begun after that many.
-        minutes: Wall time after which no further prompts are begun; None is no limit.
+        minutes: Time from the start after which no further prompts are begun; None is no limit.
         thresholds: The oracles' δ.
         alpha: Weight of similarity in the score, 0 to 1.
         tau: Entropy in nats under which a depth counts as sure.
@@ -58,49 +55,52 @@ class Settings:
     run_code: bool = False
 
 
-def probe(
-    model: TracedModel,
-    decode: Callable[[Sequence[int]], str],
-    prompts: Sequence[Encoded],
-    skipped: Sequence[Skipped],
-    costs: CostTable | None,
-    folder: Path,
-    settings: Settings,
-    progress: Progress = lambda *_: None,
-) -> dict[str, Any]:
-    """Measure and predict; the report's content as plain JSON values.
+@dataclass(frozen=True)
+class Inputs:
+    """What is probed.
 
-    What is measured is kept in ``folder``; called again, it goes on from there.
-
-    Args:
-        model: What to probe.
+    Attributes:
+        model: The model.
         decode: Token ids to text.
         prompts: In the order in which they are to be used; one or more.
         skipped: Rows of the data that could not be used.
-        costs: Of the device to predict for; None leaves the prediction out.
-        folder: Of the report.
-        settings: What is asked.
-        progress: Called with (what, done, total) as tokens are measured.
+        costs: Of the device to predict for.
+        store: What was recorded before and is recorded now.
+        started: ``time.monotonic()`` when the work began, for ``Settings.minutes``.
+    """
+
+    model: TracedModel
+    decode: Callable[[Sequence[int]], str]
+    prompts: Sequence[Encoded]
+    skipped: Sequence[Skipped]
+    costs: CostTable
+    store: TraceStore
+    started: float
+
+
+def run_probe(inputs: Inputs, settings: Settings, progress: Progress = lambda *_: None) -> dict[str, Any]:
+    """Measure and predict; the report's content as plain JSON values.
+
+    Called again with the same store, it goes on from what is recorded there.
 
     Raises:
-        EexportError: The folder holds another probe, the activations are not finite, or time allowed no prompt.
+        EexportError: The activations are not finite, or time allowed no prompt.
     """
-    recorded_with = {"model": model.identity, "tokens": settings.tokens, "thresholds": list(settings.thresholds)}
-    store = TraceStore(folder / TRACES, recorded_with)
-    started = time.monotonic()
-    found, seconds, stopped = _record(model, prompts, store, settings, progress)
+    model, decode = inputs.model, inputs.decode
+    found, seconds, stopped = _record(inputs, settings, progress)
     if not found:
         raise EexportError("no prompt was measured in the time given: raise --minutes")
-    progress("scoring", 0, len(found))
     samples = []
     for index, (encoded, continuation) in enumerate(found):
+        progress("scoring", index, len(found))
         samples.append(Sample(encoded, continuation, _score(encoded, continuation, decode, settings.run_code)))
-        progress("scoring", index + 1, len(found))
+    progress("predicting", 0, 1)
     subject = Subject(model.num_layers, model.depths, settings.thresholds, settings.alpha, settings.tau)
-    measured = sum(len(c.measures.argmax) for _, c in found)
-    results = analyse(samples, subject, costs, decode)
+    results = analyse(samples, subject, inputs.costs, decode)
     if settings.run_code and (missing := isolation()):
         results["caveats"].append(f"code was run, but {missing}")
+    if inputs.costs.model != model.name:
+        results["caveats"].append(f"the cost table was measured with another model, {inputs.costs.model}")
     return {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -110,26 +110,27 @@ def probe(
         "data": {
             "used": len(found),
             "cut": sum(encoded.cut for encoded, _ in found),
-            "left_out": len(prompts) - len(found),
+            "left_out": len(inputs.prompts) - len(found),
             "stopped_by": stopped,
-            "skipped": [asdict(row) for row in skipped],
+            "skipped": [asdict(row) for row in inputs.skipped],
         },
         "timing": {
-            "seconds": round(time.monotonic() - started, 1),
-            "tokens": measured,
-            "seconds_per_1000_tokens": round(1000 * seconds[0] / seconds[1], 1) if seconds[1] else None,
+            "seconds": round(time.monotonic() - inputs.started, 1),
+            "tokens": sum(len(c.measures.argmax) for _, c in found),
+            "seconds_per_1000_tokens": seconds,
         },
         **results,
     }
 
 
 def _record(
-    model: TracedModel, prompts: Sequence[Encoded], store: TraceStore, settings: Settings, progress: Progress
-) -> tuple[list[tuple[Encoded, Continuation]], tuple[float, int], str | None]:
-    """Records of as many prompts as the budgets allow; seconds and tokens measured now; the budget that stopped it."""
+    inputs: Inputs, settings: Settings, progress: Progress
+) -> tuple[list[tuple[Encoded, Continuation]], float | None, str | None]:
+    """Records of as many prompts as the budgets allow; seconds per 1000 tokens measured now; what stopped it."""
     found: list[tuple[Encoded, Continuation]] = []
-    started, tokens, new_tokens = time.monotonic(), 0, 0
-    total = min(settings.max_tokens, len(prompts) * settings.tokens)
+    tokens = new_tokens = 0
+    new_seconds = 0.0
+    total = min(settings.max_tokens, len(inputs.prompts) * settings.tokens)
 
     def on_token() -> None:
         nonlocal tokens, new_tokens
@@ -137,26 +138,27 @@ def _record(
         progress("measuring", min(tokens, total), total)
 
     stopped = None
-    size = min(_GROUP, model.width)
-    for start in range(0, len(prompts), size):
+    size = min(_GROUP, inputs.model.width)
+    for start in range(0, len(inputs.prompts), size):
         if tokens >= settings.max_tokens:
             stopped = "max-tokens"
             break
-        group = prompts[start : start + size]
-        records = [store.load(encoded.hash) for encoded in group]
-        missing = [index for index, record in enumerate(records) if record is None]
+        group = inputs.prompts[start : start + size]
+        records = [inputs.store.load(encoded.hash) for encoded in group]
         tokens += sum(len(record.measures.argmax) for record in records if record is not None)
+        missing = [index for index, record in enumerate(records) if record is None]
+        began = time.monotonic()
+        if missing and settings.minutes is not None and began - inputs.started > 60 * settings.minutes:
+            stopped, missing = "minutes", []  # what is recorded already is still used
         if missing:
-            if settings.minutes is not None and time.monotonic() - started > 60 * settings.minutes:
-                stopped = "minutes"
-                break
             ids = [group[index].ids for index in missing]
-            made = continue_prompts(model, ids, settings.thresholds, settings.tokens, on_token)
+            made = continue_prompts(inputs.model, ids, settings.thresholds, settings.tokens, on_token)
             for index, continuation in zip(missing, made, strict=True):
-                store.save(group[index].hash, continuation)
+                inputs.store.save(group[index].hash, continuation)
                 records[index] = continuation
+            new_seconds += time.monotonic() - began
         found += [(encoded, record) for encoded, record in zip(group, records, strict=True) if record is not None]
-    return found, (time.monotonic() - started, new_tokens), stopped
+    return found, round(1000 * new_seconds / new_tokens, 1) if new_tokens else None, stopped
 
 
 def _score(

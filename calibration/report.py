@@ -1,16 +1,14 @@
 """The probe's report as files: report.json with everything, report.html to read, charts/ with every figure as PNG."""
 
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from eexport.calibration import words
-from eexport.runtime.errors import EexportError
+from eexport.runtime.files import write_whole
 
 CHARTS = "charts"
 ENTROPY_STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -29,16 +27,16 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
 
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Half a surrogate pair, which JSON may hold and UTF-8 may not, is escaped.
-    _write(folder / "report.json", text.encode("utf-8", "backslashreplace"))
+    write_whole(folder / "report.json", text.encode("utf-8", "backslashreplace"), "the report")
     drawn = figures.draw(report)
     pictures = {f"{chart.name}.png": chart.png for section in drawn.values() for chart in section}
     for name, png in pictures.items():
-        _write(folder / CHARTS / name, png)
+        write_whole(folder / CHARTS / name, png, "the report")
     for path in (folder / CHARTS).glob("*.png"):
         if path.name not in pictures:  # of an earlier report on other data
             path.unlink()
     page = _page(report, drawn, charts.PALETTE)
-    _write(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"))
+    write_whole(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"), "the report")
 
 
 def _page(report: Mapping[str, Any], drawn: Mapping[str, Any], palette: Mapping[str, tuple[str, str]]) -> str:
@@ -61,7 +59,7 @@ def _page(report: Mapping[str, Any], drawn: Mapping[str, Any], palette: Mapping[
         report=report,
         kinds=words.kinds_of(report),
         groups=[*([words.ALL] if len(words.kinds_of(report)) > 1 else []), *words.kinds_of(report)],
-        whole=words.whole(report),
+        whole=words.ALL,
         charts=drawn,
         palette=palette,
         heatmaps=[heat_rows(heatmap, report["depths"]) for heatmap in report["heatmaps"]],
@@ -93,17 +91,3 @@ def heat_rows(heatmap: Mapping[str, Any], depths: list[int]) -> dict[str, Any]:
 def _level(nats: float | None) -> int | None:
     """0 for the least entropy; None where it is not known."""
     return None if nats is None else sum(nats > step for step in ENTROPY_STEPS)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise EexportError(f"{path}: the report cannot be written ({error.strerror}): give another -o") from None
-    finally:
-        with suppress(OSError):  # it is gone when all went well
-            temporary.unlink()

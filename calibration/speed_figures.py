@@ -17,7 +17,7 @@ from eexport.calibration.charts import (
     numbers,
     percent_axis,
 )
-from eexport.calibration.words import forecast_name, kinds_of, whole
+from eexport.calibration.words import ALL, forecast_name, kinds_of
 
 Report = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ _EXITS_SHOWN = 5
 
 def drafts(report: Report) -> Chart:
     """Expected accepted tokens of a draft."""
-    found = report["drafts"][whole(report)]
+    found = report["drafts"][ALL]
     shown = _exits_shown(report)
 
     def paint(axes: Axes) -> None:
@@ -46,9 +46,9 @@ def drafts_by_depth(report: Report) -> Chart | None:
     """Accepted tokens over the exit's depth, by kind."""
     names, length = kind_colours(kinds_of(report)), 4
     depths = report["depths"][:-1]
-    if not depths or length not in report["drafts"][whole(report)]["lengths"]:
+    if not depths or length not in report["drafts"][ALL]["lengths"]:
         return None
-    place = report["drafts"][whole(report)]["lengths"].index(length)
+    place = report["drafts"][ALL]["lengths"].index(length)
 
     def paint(axes: Axes) -> None:
         for index, kind in enumerate(kinds_of(report)):
@@ -70,10 +70,9 @@ def _exits_shown(report: Report) -> list[str]:
     return [depths[round(step * (len(depths) - 1) / (_EXITS_SHOWN - 1))] for step in range(_EXITS_SHOWN)]
 
 
-def cost_by_rows(report: Report) -> Chart | None:
+def cost_by_rows(report: Report) -> Chart:
     """Milliseconds by number of rows."""
-    if not (costs := report["costs"]):
-        return None
+    costs = report["costs"]
     parts = {"embedding": "embed", "blocks": "block", "head": "head"}
 
     def paint(axes: Axes) -> None:
@@ -93,10 +92,9 @@ def cost_by_rows(report: Report) -> Chart | None:
     return chart("costs", "Time of a step by rows", caption, paint)
 
 
-def cost_ratio(report: Report) -> Chart | None:
+def cost_ratio(report: Report) -> Chart:
     """What M rows cost against one."""
-    if not (costs := report["costs"]):
-        return None
+    costs = report["costs"]
     step = [sum(stage["ms"][row] for stage in costs["stages"]) + costs["host_ms"] for row in range(len(costs["rows"]))]
 
     def paint(axes: Axes) -> None:
@@ -144,11 +142,11 @@ def speedups(report: Report) -> list[Chart]:
 
 def breakeven(report: Report) -> Chart | None:
     """Needed against measured agreement over depth."""
-    if not (predictions := report["predictions"]):
+    predictions = report["predictions"]
+    if not (rows := predictions[0]["breakeven"]):
         return None
 
     def paint(axes: Axes) -> None:
-        rows = predictions[0]["breakeven"]
         depths = [row["depth"] for row in rows]
         measured = numbers([row["measured"] for row in rows])
         marker = "o" if len(depths) <= 12 else ""
@@ -162,5 +160,5 @@ def breakeven(report: Report) -> Chart | None:
         percent_axis(axes)
         axes.set_ylabel("agreement")
 
-    caption = "An exit pays by itself where the measured agreement is above the needed one; no line, no such agreement."
-    return chart("breakeven", "Agreement that an exit needs to pay", caption, paint)
+    caption = "Needed if it drafts for every token and errs at random; where no line is, no agreement would be enough."
+    return chart("breakeven", "Agreement that an exit needs to break even", caption, paint)

@@ -1,19 +1,20 @@
 """What a probe has recorded, a file a prompt, so that it can be interrupted, resumed and predicted from again."""
 
+import io
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from eexport.calibration.decode import Continuation, Written
 from eexport.calibration.measures import Measures
 from eexport.runtime.errors import EexportError
+from eexport.runtime.files import write_whole
 
 _META = "recorded.json"
+_SCHEMA_VERSION = 1  # of what is measured: records of another version are not for reading
 
 
 class TraceStore:
@@ -26,11 +27,10 @@ class TraceStore:
             EexportError: It holds the records of another model or of other ``settings``, which are left alone.
         """
         self._folder = folder
-        wanted = json.loads(json.dumps(settings))
+        wanted = json.loads(json.dumps({"schema_version": _SCHEMA_VERSION, **settings}))
         found = _read_meta(folder / _META)
         if found is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _replace(folder / _META, (json.dumps(wanted, indent=1) + "\n").encode())
+            write_whole(folder / _META, (json.dumps(wanted, indent=1) + "\n").encode(), "the record")
         elif found != wanted:
             differing = next(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
             raise EexportError(
@@ -48,7 +48,7 @@ class TraceStore:
                     )
                     for policy in arrays["policies"]
                 }
-        except (OSError, EOFError, KeyError, ValueError, BadZipFile):
+        except Exception:  # a damaged archive can fail in any way
             return None
         return Continuation(measures, paths)
 
@@ -57,23 +57,25 @@ class TraceStore:
         arrays: dict[str, Any] = {field.name: getattr(continuation.measures, field.name) for field in fields(Measures)}
         for policy, path in continuation.paths.items():
             for field in fields(Written):
-                kind = np.int32 if field.name in ("tokens", "exits") else np.float32
+                kind = np.int32 if field.name in ("tokens", "exits") else np.float64
                 arrays[f"{field.name}.{policy}"] = np.array(getattr(path, field.name), kind)
-        temporary = self._folder / f".{key}.{os.getpid()}.npz"
-        np.savez_compressed(temporary, policies=np.array(list(continuation.paths)), **arrays)
-        os.replace(temporary, self._folder / f"{key}.npz")
+        content = io.BytesIO()
+        np.savez_compressed(content, policies=np.array(list(continuation.paths)), **arrays)
+        write_whole(self._folder / f"{key}.npz", content.getvalue(), "the record")
 
 
-def _read_meta(path: Path) -> Any:
+def holds_records(folder: Path) -> bool:
+    """Whether ``folder`` is what a ``TraceStore`` has written."""
+    return (folder / _META).is_file()
+
+
+def _read_meta(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise EexportError(f"{path}: cannot be read ({error}): give another -o, or --force to replace it") from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    return found

@@ -27,7 +27,8 @@ class TracedModel(Protocol):
             depth.
         eos_token_ids: Tokens that end a sequence.
         context_length: Most tokens of a sequence.
-        width: How many sequences it decodes together at best.
+        width: How many sequences it decodes together at most.
+        slots: How many tokens these may hold together; a single sequence may hold more.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TracedModel(Protocol):
     eos_token_ids: frozenset[int]
     context_length: int
     width: int
+    slots: int
 
     def start(self, sequences: Sequence[Sequence[int]], room: int) -> Floats:
         """Begin R sequences that may each grow by ``room`` tokens; hidden states [R, P, D] of their last tokens."""

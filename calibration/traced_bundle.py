@@ -19,13 +19,14 @@ class BundleModel:
     """A ``TracedModel`` over a bundle, one sequence at a time; see ``traced.TracedModel``."""
 
     width = 1
+    slots = 1  # of no account with one sequence
 
     def __init__(self, folder: Path, manifest: Manifest, backend: Backend, context: int) -> None:
         """Load the bundle's stages; ``context`` caps the cache, in tokens."""
         self._chain = Chain(folder, manifest, backend, context)
         self._cached: list[int] = []
         self.name = manifest.model.name
-        self.identity = _identity(manifest)
+        self.identity = bundle_identity(manifest)
         self.form = f"bundle, {manifest.precision.weights}"
         self.num_layers = manifest.model.num_layers
         self.depths = self._chain.depths
@@ -71,7 +72,7 @@ class BundleModel:
         return states
 
 
-def _identity(manifest: Manifest) -> str:
-    """A hash over those of the files."""
+def bundle_identity(manifest: Manifest) -> str:
+    """A hash over those of the bundle's files."""
     files = {name: asdict(info) for name, info in manifest.files.items()}
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()

@@ -9,9 +9,10 @@ from torch import Tensor
 from eexport.calibration.traced import Floats, check_finite
 from eexport.models.checkpoint import Checkpoint
 from eexport.models.decoder import Decoder, LayerKV, rms_norm, rope_tables
+from eexport.runtime.errors import EexportError
 
 _GRAM_ROWS = 8192  # of the head at a time, while its Gram matrix is summed
-WIDTH = 32
+WIDTH, SLOTS = 32, 1 << 14
 
 
 class _RoomyKV(LayerKV):
@@ -37,6 +38,9 @@ class _RoomyKV(LayerKV):
         keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
         return keys, values
 
+    def trim(self, count: int) -> None:
+        self._length -= count
+
     def keep(self, rows: Tensor) -> None:
         """Drop the other sequences."""
         self._buffers = [buffer[rows] for buffer in self._buffers]
@@ -47,19 +51,26 @@ class CheckpointModel:
 
     form = "checkpoint, fp32"
 
-    def __init__(self, checkpoint: Checkpoint, width: int = WIDTH, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        identity: str,
+        *,
+        width: int = WIDTH,
+        slots: int = SLOTS,
+        threads: int | None = None,
+    ) -> None:
         """Read the whole model into memory; ``threads`` is torch's setting, of the whole process."""
         if threads is not None:
             torch.set_num_threads(threads)
         spec = checkpoint.spec
-        self.name = checkpoint.source["name"]
+        self.name, self.identity = checkpoint.source["name"], identity
         self.num_layers = spec.num_layers
         self.depths = tuple(range(1, spec.num_layers + 1))
         self.eos_token_ids = frozenset(spec.eos_token_ids)
         self.context_length = spec.context_length
-        self.width = width
+        self.width, self.slots = width, slots
         self._decoder = Decoder.from_weights(spec, checkpoint.weights)
-        self.identity = _identity(self._decoder)
         self._gram = _gram(self._decoder.head_weight)
         self._kv: list[_RoomyKV] = []
         self._padding = torch.zeros(0, dtype=torch.long)  # [R] rows of padding before each sequence
@@ -105,6 +116,18 @@ class CheckpointModel:
 
     def _forward(self, ids: Tensor) -> Floats:
         """Hidden states [R, P, D] after each layer at the last of the new tokens [R, T]."""
+        try:
+            result = self._hidden_states(ids)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            raise EexportError(
+                f"out of memory with {len(ids)} sequences: give smaller --prompt-tokens or --tokens"
+            ) from None
+        check_finite(result, self.depths, self.name)
+        return result
+
+    def _hidden_states(self, ids: Tensor) -> Floats:
         with torch.inference_mode():
             past, new = self._kv[0].length, ids.shape[1]
             places = torch.arange(past + new)  # [S]
@@ -117,20 +140,16 @@ class CheckpointModel:
             hidden, states = self._decoder.embed(ids), []
             for layer, kv in zip(self._decoder.layers, self._kv, strict=True):
                 hidden = layer(hidden, cos, sin, kv, visible)
-                states.append(hidden[:, -1])
+                states.append(hidden[:, -1].clone())  # a view would keep every row of every layer
             result: Floats = torch.stack(states, dim=1).numpy()
-        check_finite(result, self.depths, self.name)
         return result
 
 
-def _identity(decoder: Decoder) -> str:
-    """A hash over the model's shape and all its weights."""
-    digest = hashlib.sha256(repr(decoder.spec).encode())
-    tensors = [decoder.embedding, decoder.norm_weight, decoder.head_weight]
-    for layer in decoder.layers:
-        tensors += layer.tensors.values()
-    for tensor in tensors:
-        digest.update(tensor.numpy().data)
+def checkpoint_identity(checkpoint: Checkpoint) -> str:
+    """A hash over the model's shape and all its weights, a tensor in memory at a time."""
+    digest = hashlib.sha256(repr(checkpoint.spec).encode())
+    for name in checkpoint.spec.tensor_shapes():
+        digest.update(checkpoint.weights.read(name).data)
     return digest.hexdigest()
 
 

@@ -19,18 +19,13 @@ _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
 
 def kinds_of(report: Mapping[str, Any]) -> list[str]:
     """The kinds of text, without the group of all of them."""
-    return [kind for kind in report["kinds"] if kind != ALL] or [ALL]
-
-
-def whole(report: Mapping[str, Any]) -> str:
-    """The group that holds all tokens."""
-    return ALL if ALL in report["kinds"] else kinds_of(report)[0]
+    return [kind for kind in report["kinds"] if kind != ALL]
 
 
 def forecast_name(name: str) -> str:
     """A forecast's name for the reader."""
     if name.startswith("budget "):
-        return f"Unverified exits, {float(name.removeprefix('budget ').removesuffix('%')):g}% changed"
+        return f"Unverified exits, at most {float(name.removeprefix('budget ').removesuffix('%')):g}% wrong"
     return _NAMES.get(name, name)
 
 
@@ -87,25 +82,12 @@ def _shown(char: str) -> bool:
 
 
 def verdict(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The page's first lines: ``headline``, ``outcome`` ("pays", "does not pay" or "not predicted"), ``reasons``."""
-    found = report["depth"][whole(report)]
-    reasons = []
-    if report["predictions"]:
-        said = report["predictions"][0]["verdict"]
-        headline, outcome = said["headline"], "pays" if said["pays"] else "does not pay"
-        reasons += said["reasons"]
-    else:
-        headline, outcome = "Not predicted: no costs of a device were given", "not predicted"
-        agreement = report["curves"][whole(report)]["agreement"][:-1]
-        if agreement and (best := max(agreement)) is not None:
-            depth = report["depths"][agreement.index(best)]
-            reasons.append(f"before the last layer, agreement with it is highest after layer {depth}: {percent(best)}")
-    reasons.append(
-        f"left exactly where its answer no longer changes, which nothing can know in time, a token would skip "
-        f"{percent(found['decided']['skip'])} of the layers"
-    )
+    """The page's first lines: ``headline``, ``outcome`` ("pays" or "does not pay"), ``reasons``."""
+    said = report["predictions"][0]["verdict"]
+    skip = percent(report["depth"][ALL]["decided"]["skip"])
+    late = f"left exactly where its answer no longer changes, which nothing can know in time, a token would skip {skip}"
     return {
-        "headline": headline,
-        "outcome": outcome,
-        "reasons": [reason[:1].upper() + reason[1:] for reason in reasons],
+        "headline": said["headline"],
+        "outcome": "pays" if said["pays"] else "does not pay",
+        "reasons": [reason[:1].upper() + reason[1:] for reason in (*said["reasons"], f"{late} of the layers")],
     }

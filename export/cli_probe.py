@@ -34,7 +34,7 @@ def _thresholds(_context: click.Context, _option: click.Parameter, text: str | N
 @option("--max-tokens", "To measure over all prompts.", click.IntRange(1), default=20_000, show_default=True)
 @option("--minutes", "Begin no prompt after this long.", click.FloatRange(0, min_open=True))
 @option("--costs", "Predict for the device of this cost table instead of this one.", PATH, metavar="FILE")
-@option("--precision", "Of a checkpoint's timing build.", PRECISION, default="int8", show_default=True)
+@option("--precision", "Of the build that times a checkpoint; by default int8.", PRECISION)
 @option("--thresholds", "The oracles' logit cosines.", callback=_thresholds, metavar="A,B,…")
 @option("--alpha", "Weight of similarity in the EAS.", click.FloatRange(0, 1), default=0.5, show_default=True)
 @option("--tau", "Entropy of a sure layer, in nats.", click.FloatRange(0), default=0.5, show_default=True)
@@ -51,28 +51,31 @@ def probe(source: str, output: Path, as_json: bool, **options: Any) -> None:
     """
     with export_extra("probe", "probe"):
         # The command line is the one place that knows both calibration and export.
-        from eexport.calibration.probe import Settings  # noqa: TID251
-        from eexport.calibration.probing import Request, probe_source  # noqa: TID251
+        from eexport.calibration.inputs import Request, open_inputs  # noqa: TID251
+        from eexport.calibration.probe import Settings, run_probe  # noqa: TID251
+        from eexport.calibration.report import write_report  # noqa: TID251
 
-        precision = options.pop("precision")
-        names = ("data", "prompt_tokens", "costs", "force", "device", "threads")
+        names = ("data", "prompt_tokens", "costs", "precision", "force", "device", "threads")
         request = Request(**{name: options.pop(name) for name in names})
-        given = {name: value for name, value in options.items() if value is not None}
+        settings = Settings(**{name: value for name, value in options.items() if value is not None})
 
         def time_build(checkpoint: "Checkpoint", bundle: Path, step: Progress) -> "CostTable":
             from eexport.export.build import BuildOptions, build
             from eexport.runtime.costs import measure_costs
             from eexport.runtime.engine import Engine
 
+            precision: Any = request.precision or "int8"
             build(checkpoint, bundle, BuildOptions(precision=precision), step)
             return measure_costs(Engine.load(bundle, request.device, request.threads), progress=step)
 
         with progress("opening") as step:
             try:
-                report = probe_source(source, output, request, Settings(**given), time_build, step)
+                report = run_probe(open_inputs(source, output, request, settings, time_build, step), settings, step)
             except KeyboardInterrupt:
-                note(f"what was measured is kept in {output}: the same command goes on from there")
+                note(f"what was measured so far is kept in {output}: the same command goes on from there")
                 raise
+            step("drawing", 0, 1)
+            write_report(report, output)
     if as_json:
         print_json(report)
         return
@@ -89,7 +92,7 @@ def probe(source: str, output: Path, as_json: bool, **options: Any) -> None:
             (row["name"], *(f"{row['speedup'][kind]:.2f}x" for kind in (*kinds, "all")), f"{row['wrong']:.1%}")
             for row in prediction["forecasts"]
         ]
-        print_table(("policy", *kinds, "mean", "tokens changed"), rows)
+        print_table(("policy", *kinds, "mean", "left wrong"), rows)
     if data["skipped"] or data["cut"]:
         click.echo(f"\n{len(data['skipped'])} rows skipped, {data['cut']} prompts cut")
     for row in data["skipped"][:3]:

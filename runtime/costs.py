@@ -6,10 +6,8 @@ worked out from this table; acceptance of drafts does not depend on the device, 
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from typing import Any
 from eexport.runtime.bench import TEXT
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import ContextError, EexportError
+from eexport.runtime.files import write_whole
 from eexport.runtime.manifest import StageKind
 
 _WARM_UP = 3  # rounds that do not count: buffers are bound and pages touched in them
@@ -108,15 +107,7 @@ class CostTable:
 
     def write(self, path: Path) -> None:
         """Write it to ``path``, whole or not at all. Raises EexportError."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(self.to_json(), encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError as error:
-            raise EexportError(f"{path}: the cost table cannot be written ({error.strerror})") from None
-        finally:
-            with suppress(OSError):  # it is gone when all went well
-                temporary.unlink()
+        write_whole(path, self.to_json().encode(), "the cost table")
 
     @classmethod
     def read(cls, path: Path) -> "CostTable":
@@ -213,6 +204,8 @@ def _parse(raw: Any) -> CostTable:
     if depth != num_layers:
         raise ValueError(f"layers: the blocks end at {depth} of {num_layers}")
     host_ms = _milliseconds(_field(raw, "host_ms"), "host_ms")
+    if not any(stage.ms[0] for stage in stages):
+        raise ValueError("ms: every stage takes no time")
     return CostTable(
         num_layers=num_layers, threads=threads, past=past, rows=rows, stages=stages, host_ms=host_ms, **texts
     )

@@ -63,12 +63,14 @@ def _assert_same(found: Continuation, decoder: Decoder, prompt: list[int], limit
     assert found.measures.argmax[:, -1].tolist() == found.paths[FULL].tokens
 
 
-@pytest.mark.parametrize("width", [1, 3, 32])
-def test_oracles_against_brute_force(tiny_checkpoint: Callable[..., Path], width: int) -> None:
+@pytest.mark.parametrize(("width", "slots"), [(1, 1 << 14), (3, 1 << 14), (32, 1 << 14), (32, 40)])
+def test_oracles_against_brute_force(tiny_checkpoint: Callable[..., Path], width: int, slots: int) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(layers=5))
     decoder = Decoder.from_weights(checkpoint.spec, checkpoint.weights)
     ticks: list[int] = []
-    found = continue_prompts(CheckpointModel(checkpoint, width), PROMPTS, THRESHOLDS, 12, lambda: ticks.append(1))
+    found = continue_prompts(
+        CheckpointModel(checkpoint, "", width=width, slots=slots), PROMPTS, THRESHOLDS, 12, lambda: ticks.append(1)
+    )
     for continuation, prompt in zip(found, PROMPTS, strict=True):
         _assert_same(continuation, decoder, prompt, 12)
     assert len(ticks) == sum(len(c.paths[FULL].tokens) for c in found)
@@ -93,7 +95,7 @@ def test_a_bundle_decodes_as_its_checkpoint(
 def test_measures_are_those_of_the_tokens(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(layers=5))
     decoder = Decoder.from_weights(checkpoint.spec, checkpoint.weights)
-    (found,) = continue_prompts(CheckpointModel(checkpoint), PROMPTS[:1], (), 6)
+    (found,) = continue_prompts(CheckpointModel(checkpoint, ""), PROMPTS[:1], (), 6)
     tokens = found.paths[FULL].tokens
     for place in range(6):
         logits = _lens(decoder, [*PROMPTS[0], *tokens[:place]])
@@ -107,14 +109,14 @@ def test_measures_are_those_of_the_tokens(tiny_checkpoint: Callable[..., Path]) 
 
 def test_an_end_token_ends_a_continuation(tmp_path: Path) -> None:
     folder = make_scripted(tmp_path / "scripted", {10: 11, 11: 12, 12: IM_END, 20: 21}, default=20)
-    model = CheckpointModel(open_checkpoint(folder))
+    model = CheckpointModel(open_checkpoint(folder), "")
     short, long = continue_prompts(model, [[10], [20]], (0.99,), 5)
     assert short.paths[FULL].tokens == [11, 12, IM_END]
     assert len(long.paths[FULL].tokens) == 5
 
 
 def test_the_context_ends_a_continuation(tmp_path: Path) -> None:
-    model = CheckpointModel(open_checkpoint(make_checkpoint(tmp_path / "short", context=16)))
+    model = CheckpointModel(open_checkpoint(make_checkpoint(tmp_path / "short", context=16)), "")
     found = continue_prompts(model, [list(range(3, 15)), [4]], (0.3,), 50)
     assert [len(c.paths[FULL].tokens) for c in found] == [4, 15]
 

@@ -38,7 +38,7 @@ def test_free_text_has_no_accuracy() -> None:
 
 
 def test_budgets_in_points_and_relative_are_two_things() -> None:
-    # Seed example: from 21% to 17% is four points, but a relative loss of 19%.
+    # From 21% to 17% is four points, but a relative loss of 19%.
     assert allowed_loss("5pp", 0.21) == pytest.approx(0.05)
     assert allowed_loss("5%rel", 0.21) == pytest.approx(0.0105)
     prompts = [_prompt(True, i >= 4, [0] * 4) for i in range(21)] + [_prompt(False, False, [0] * 4)] * 79

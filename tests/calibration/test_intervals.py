@@ -30,26 +30,32 @@ def test_paired_loss_counts_changed_prompts_only() -> None:
     loss = paired_loss(before, after)
     assert loss.value == pytest.approx(0.06)
     lost, won = share(10, 100), share(4, 100)
-    assert loss.high == pytest.approx(0.06 + math.hypot(lost.high - 0.10, 0.04 - won.low))
-    assert loss.low == pytest.approx(0.06 - math.hypot(0.10 - lost.low, won.high - 0.04))
+    # Without the correlation of the two counts it would be narrower.
+    lost, won = share(10, 100), share(4, 100)
+    assert loss.high > 0.06 + math.hypot(lost.high - 0.10, 0.04 - won.low)
+    assert loss.low < 0.06 - math.hypot(0.10 - lost.low, won.high - 0.04)
 
 
-def test_paired_loss_covers_the_truth() -> None:
+@pytest.mark.parametrize(("lost", "won"), [(0.06, 0.025), (0.25, 0.25), (0.35, 0.25)])
+def test_paired_loss_covers_the_truth(lost: float, won: float) -> None:
     generator = np.random.default_rng(0)
     covered = 0
-    for _ in range(1000):
-        before = generator.random(60) < 0.5
-        flip = generator.random(60) < np.where(before, 0.12, 0.05)
-        loss = paired_loss(before, before ^ flip)
-        covered += loss.low <= 0.5 * 0.12 - 0.5 * 0.05 <= loss.high
-    assert covered >= 930
+    for _ in range(2000):
+        draw = generator.random(80)
+        before = (draw < lost) | (draw > 0.8)
+        after = ((draw >= lost) & (draw < lost + won)) | (draw > 0.8)
+        loss = paired_loss(before, after)
+        covered += loss.low <= lost - won <= loss.high
+    assert covered >= 2000 * 0.935
 
 
 def test_mean() -> None:
     found = mean([1.0, 2.0, 3.0, 4.0])
-    half = 1.959964 * np.std([1, 2, 3, 4], ddof=1) / 2
+    half = 3.182 * np.std([1, 2, 3, 4], ddof=1) / 2
     assert (found.value, found.low, found.high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
     assert mean([1.0]).high == math.inf
+    many = mean([float(value) for value in range(41)])  # 40 degrees of freedom: 2.0211
+    assert many.high - many.value == pytest.approx(2.0211 * np.std(range(41), ddof=1) / 41**0.5, rel=1e-3)
 
 
 def test_prompts_needed_is_where_the_interval_fits() -> None:

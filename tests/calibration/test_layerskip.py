@@ -12,7 +12,8 @@ from toys import toy_costs
 from transformers import AutoModelForCausalLM
 
 from eexport.calibration.data import Encoded, Prompt
-from eexport.calibration.probe import Settings, probe
+from eexport.calibration.probe import Inputs, Settings, run_probe
+from eexport.calibration.store import TraceStore
 from eexport.calibration.traced_checkpoint import CheckpointModel
 from eexport.models.checkpoint import open_checkpoint
 
@@ -22,7 +23,11 @@ CIRCLE = torch.randperm(317, generator=torch.Generator().manual_seed(1)) + 3
 
 
 def _train(folder: Path, trained: Sequence[int], exit_loss: float) -> Path:
-    """Teach a tiny Llama the circle, with these layers and, if asked for, a loss at every exit as in LayerSkip."""
+    """Teach a tiny Llama the circle, with these layers and, if asked for, a loss at every exit as in LayerSkip.
+
+    So small a task is decided early even without such a loss if all layers learn it. Real models decide late; the one
+    that stands for them here learns in its last layer only.
+    """
     make_checkpoint(folder, layers=LAYERS, intermediate=128)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parameters = [*model.model.embed_tokens.parameters(), *model.model.norm.parameters()]
@@ -52,9 +57,9 @@ def _report(folder: Path, out: Path) -> dict[str, Any]:
         for start in range(0, 300, 30)
         if (ids := CIRCLE[(start + torch.arange(8)) % len(CIRCLE)].tolist())
     ]
-    model = CheckpointModel(open_checkpoint(folder))
+    model = CheckpointModel(open_checkpoint(folder), "")
     costs = toy_costs(layers=LAYERS, head=0.5, host=0.1, row=0.1)
-    return probe(model, str, prompts, [], costs, out, Settings(tokens=40))
+    return run_probe(Inputs(model, str, prompts, [], costs, TraceStore(out, {}), 0.0), Settings(tokens=40))
 
 
 @pytest.fixture(scope="module")

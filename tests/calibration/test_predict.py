@@ -1,18 +1,10 @@
-import math
-
 import numpy as np
 import pytest
 from toys import toy_costs
 
-from eexport.calibration.drafts import Policy, Recorded, replay
-from eexport.calibration.predict import (
-    Forecast,
-    Prediction,
-    geometric_mean,
-    nearly_free_rows,
-    needed_agreement,
-    predict,
-)
+from eexport.calibration.drafts import Policy, Recorded, Replay
+from eexport.calibration.predict import Forecast, Prediction, geometric_mean, nearly_free_rows, predict
+from eexport.calibration.verdict import needed_agreement
 
 LAYERS = 8
 DEPTHS = (2, 4, 6, 8)
@@ -56,7 +48,7 @@ def test_exits_that_are_wrong_do_not_pay() -> None:
     verdict = predict({"text": _texts((0.03, 0.04, 0.3))}, DEPTHS, costs).verdict
     assert not verdict.pays and verdict.best == "full"
     assert verdict.headline == "Early exit does not pay here: run every layer for every token"
-    assert any("nearest to break-even" in reason for reason in verdict.reasons)
+    assert any("would break even with" in reason for reason in verdict.reasons)
 
 
 def test_where_lookup_does_it_all_early_exit_adds_nothing() -> None:
@@ -91,9 +83,50 @@ def test_the_figure_is_not_from_the_prompts_that_chose_the_parameters() -> None:
     assert _by_name(predict({"text": even + even}, DEPTHS, costs))["exit"].speedup["all"] > 1.5
 
 
-def test_a_single_prompt_is_enough_for_a_prediction() -> None:
-    prediction = predict({"text": _texts((0.9, 0.9, 0.9), count=1)}, DEPTHS, toy_costs(layers=LAYERS))
-    assert all(math.isfinite(forecast.speedup["all"]) for forecast in prediction.forecasts)
+def test_a_single_prompt_is_judged_on_itself_and_says_so() -> None:
+    costs = toy_costs(layers=LAYERS, head=0.5, host=0.0, row=0.02)
+    prediction = predict({"text": _texts((0.9, 0.9, 0.9), count=1)}, DEPTHS, costs)
+    assert not prediction.apart and not prediction.verdict.certain and prediction.verdict.few == "text"
+    assert _by_name(prediction)["exit"].speedup["all"] > 1.5
+
+
+def test_kinds_of_one_prompt_each_fall_in_both_halves() -> None:
+    texts = {kind: _texts((0.9, 0.9, 0.9), count=1, seed=seed) for seed, kind in enumerate("ab")}
+    assert predict(texts, DEPTHS, toy_costs(layers=LAYERS)).apart
+
+
+def test_an_interval_covers_the_mean_and_shrinks_with_prompts() -> None:
+    costs = toy_costs(layers=LAYERS, head=0.5, host=0.0, row=0.02)
+
+    def width(count: int) -> float:
+        found = _by_name(predict({"text": _texts((0.6, 0.7, 0.8), count=count)}, DEPTHS, costs))["exit"]
+        assert found.low < found.speedup["all"] < found.high
+        return found.high - found.low
+
+    assert width(80) < 0.5 * width(8)
+
+
+def test_a_verdict_near_the_limit_is_not_certain() -> None:
+    clear = predict({"text": _texts((0.9, 0.9, 0.9))}, DEPTHS, toy_costs(layers=LAYERS, head=0.5, host=0.0, row=0.02))
+    assert clear.verdict.certain
+    speed = {}
+    for head in np.geomspace(0.5, 60, 24):  # ever dearer looks, until drafting no longer pays
+        found = predict({"text": _texts((0.7, 0.8, 0.9))}, DEPTHS, toy_costs(layers=LAYERS, head=head, row=0.05))
+        speed[found.verdict.certain, found.verdict.pays] = found
+    assert {pays for certain, pays in speed if certain} == {True, False}
+    assert any(not certain for certain, _ in speed)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 12])
+def test_tables_of_other_row_counts(rows: int) -> None:
+    costs = toy_costs(layers=LAYERS, head=0.5, host=0.0, row=0.02, rows=rows)
+    assert predict({"text": _texts((0.9, 0.9, 0.9))}, DEPTHS, costs).breakeven[0].depth == 2
+
+
+def test_a_model_of_one_depth_has_no_exit() -> None:
+    texts = [Recorded((), text.tokens, text.agrees[:, -1:], text.entropy[:, -1:]) for text in _texts((0.9, 0.9, 0.9))]
+    verdict = predict({"text": texts}, (LAYERS,), toy_costs(layers=LAYERS)).verdict
+    assert not verdict.pays and "the model shows no layer before its last" in verdict.reasons
 
 
 def test_break_even_is_where_a_replay_breaks_even() -> None:
@@ -101,13 +134,13 @@ def test_break_even_is_where_a_replay_breaks_even() -> None:
     needed = needed_agreement(costs, 2)
     assert needed is not None and 0.1 < needed < 0.9
     texts = [text for seed in range(20) for text in _texts((needed, needed, needed), sure=0.0, count=10, seed=seed)]
-    best = max(
-        sum(
-            (t := replay(Policy("exact", place=0, depth=2, length=length), text, costs)).tokens * 9.0 / t.ms
-            for text in texts
-        )
-        for length in range(1, 9)
-    ) / len(texts)
+    replay = Replay(costs)
+
+    def speedup(length: int) -> float:
+        tallies = [replay(Policy("exact", place=0, depth=2, length=length), text) for text in texts]
+        return sum(t.tokens for t in tallies) * costs.step_ms(1) / sum(t.ms for t in tallies)
+
+    best = max(speedup(length) for length in range(1, 8))
     assert best == pytest.approx(1.0, abs=0.02)
 
 

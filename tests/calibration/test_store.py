@@ -53,10 +53,14 @@ def test_half_a_record_is_none(tmp_path: Path, continuation: Continuation) -> No
     for size in (0, 10, len(data) // 2, len(data) - 1):
         (tmp_path / "key.npz").write_bytes(data[:size])
         assert store.load("key") is None
+    for place in range(0, len(data), 7):  # a flipped bit, wherever it is, is never an error
+        (tmp_path / "key.npz").write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+        store.load("key")
 
 
 def test_a_damaged_list_of_settings_is_an_error(tmp_path: Path) -> None:
     TraceStore(tmp_path, SETTINGS)
-    (tmp_path / "recorded.json").write_text("{")
-    with pytest.raises(EexportError, match="recorded.json: cannot be read"):
-        TraceStore(tmp_path, SETTINGS)
+    for content in ("{", "[]"):
+        (tmp_path / "recorded.json").write_text(content)
+        with pytest.raises(EexportError, match="recorded.json: cannot be read"):
+            TraceStore(tmp_path, SETTINGS)

@@ -10,7 +10,7 @@ from tiny import edit_tensors, make_checkpoint
 
 from eexport.calibration.traced import TracedModel, cosine
 from eexport.calibration.traced_bundle import BundleModel
-from eexport.calibration.traced_checkpoint import CheckpointModel
+from eexport.calibration.traced_checkpoint import CheckpointModel, checkpoint_identity
 from eexport.models.checkpoint import open_checkpoint
 from eexport.models.decoder import Decoder, LayerKV, rope_tables
 from eexport.runtime.backend_ort import OrtBackend
@@ -34,7 +34,7 @@ def _states(decoder: Decoder, ids: list[int]) -> np.ndarray:
 def test_sequences_together_are_as_each_alone(tiny_checkpoint: Callable[..., Path], arch: str) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(arch))
     decoder = Decoder.from_weights(checkpoint.spec, checkpoint.weights)
-    model = CheckpointModel(checkpoint)
+    model = CheckpointModel(checkpoint, "")
     texts = [list(ids) for ids in PROMPTS]
     hidden = model.start(texts, 4)
     for tokens in ([3, 4, 5], [6, 7, 8]):
@@ -52,7 +52,7 @@ def test_sequences_together_are_as_each_alone(tiny_checkpoint: Callable[..., Pat
 def test_head_and_cosines_are_those_of_the_logits(tiny_checkpoint: Callable[..., Path]) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint(tied=False))
     decoder = Decoder.from_weights(checkpoint.spec, checkpoint.weights)
-    model = CheckpointModel(checkpoint)
+    model = CheckpointModel(checkpoint, "")
     hidden = model.start(PROMPTS, 4)
     logits = model.logits(hidden[2])
     assert logits[-1] == pytest.approx(decoder(torch.tensor([PROMPTS[2]]))[0, -1].numpy(), abs=2e-5)
@@ -63,10 +63,10 @@ def test_a_bundle_shows_what_its_checkpoint_shows(
     tiny_checkpoint: Callable[..., Path], tiny_bundle: Callable[..., Path], backend: OrtBackend
 ) -> None:
     folder = tiny_checkpoint(layers=6)
-    checkpoint = CheckpointModel(open_checkpoint(folder))
+    checkpoint = CheckpointModel(open_checkpoint(folder), "")
     path = tiny_bundle(folder, blocks="2,5")
     bundle = BundleModel(path, read_manifest(path), backend, 512)
-    assert bundle.depths == (1, 2, 3, 4, 5, 6) or set(bundle.depths) >= {2, 5, 6}
+    assert bundle.depths == (1, 2, 3, 4, 5, 6)
     places = [depth - 1 for depth in bundle.depths]
     for ids in (PROMPTS[2], [*PROMPTS[2][:4], 99, 98], list(range(3, 300)), PROMPTS[1]):  # some begin alike
         found, expected = bundle.start([ids], 8), checkpoint.start([ids], 8)
@@ -81,10 +81,10 @@ def test_a_bundle_shows_what_its_checkpoint_shows(
 
 def test_another_model_has_another_identity(tmp_path: Path) -> None:
     first, same, other = (
-        CheckpointModel(open_checkpoint(make_checkpoint(tmp_path / name, seed=seed)))
+        checkpoint_identity(open_checkpoint(make_checkpoint(tmp_path / name, seed=seed)))
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
-    assert first.identity == same.identity != other.identity
+    assert first == same != other
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -93,6 +93,6 @@ def test_activations_that_are_not_finite_name_the_layer(tmp_path: Path, value: f
         tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = value
 
     folder = edit_tensors(make_checkpoint(tmp_path / "broken"), damage)
-    model: TracedModel = CheckpointModel(open_checkpoint(folder))
+    model: TracedModel = CheckpointModel(open_checkpoint(folder), "")
     with pytest.raises(EexportError, match="after layer 2 are not finite"):
         model.start([[4, 5]], 1)

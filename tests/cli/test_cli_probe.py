@@ -11,7 +11,6 @@ from command import Call
 from tiny import edit_tensors, make_checkpoint
 
 from eexport.calibration import probe as measuring
-from eexport.calibration import probing
 from eexport.calibration.decode import continue_prompts
 
 ROWS = [
@@ -36,7 +35,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(report: dict[str, Any], folder: Path) -> None:
         (folder / "report.json").write_text(json.dumps(report))
 
-    monkeypatch.setattr(probing, "write_report", write)
+    monkeypatch.setattr("eexport.calibration.report.write_report", write)
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +216,10 @@ def test_a_folder_that_holds_another_probe_is_left_alone(
         ("probe", other, "-o", out, "--data", data, "--costs", costs, *QUICK),
         (*command, "--tokens", "7", "--thresholds", "0.2,0.6"),
         (*command, "--tokens", "6", "--thresholds", "0.3"),
+        ("probe", other, "-o", out, "--data", data, *QUICK),  # which would measure and keep costs
+        ("probe", tmp_path / "typo", "-o", out, "--force"),
     ):
-        assert "--force" in call(*changed).error
+        assert call(*changed).error
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert call(*command, "--tokens", "7", "--force").code == 0
     assert json.loads((out / "report.json").read_text())["settings"]["tokens"] == 7
@@ -253,6 +254,38 @@ def test_activations_that_overflow_are_an_error(call: Call, data: Path, costs: P
     assert "after layer 3 are not finite" in error
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_kept_costs_are_those_of_the_same_question(call: Call, checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    command = ("probe", checkpoint, "-o", tmp_path / "report", "--data", data, *QUICK)
+    kept = tmp_path / "report" / "costs.json"
+    assert call(*command).code == 0
+    first = kept.read_bytes()
+    assert call(*command).code == 0 and kept.read_bytes() == first
+    assert call(*command, "--precision", "fp32").code == 0
+    assert json.loads(kept.read_bytes())["precision"] == "fp32"
+
+
+def test_precision_is_refused_where_nothing_is_built(
+    call: Call, bundle: Path, checkpoint: Path, costs: Path, tmp_path: Path
+) -> None:
+    out = ("-o", tmp_path / "report", "--precision", "int4")
+    assert "none is built" in call("probe", bundle, *out).error
+    assert "none is built" in call("probe", checkpoint, *out, "--costs", costs).error
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_an_interrupt_while_costs_are_measured_leaves_no_bundle(
+    call: Call, checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eexport.runtime.costs.measure_costs", interrupted)
+    assert call("probe", checkpoint, "-o", tmp_path / "report", "--data", data, *QUICK).code == 130
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["traces"]
+
+
 def test_without_matplotlib_the_extra_is_named(
     call: Call, bundle: Path, data: Path, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +296,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     error = call("probe", bundle, "-o", tmp_path / "r", "--data", data, *QUICK, "--costs", costs).error
     assert "needs matplotlib" in error and "eexport[probe]" in error
+    assert not (tmp_path / "r").exists()  # said before anything is measured
 
 
 def test_bench_writes_a_table_that_probe_reads(
@@ -276,4 +310,4 @@ def test_bench_writes_a_table_that_probe_reads(
         "host_ms": _report(out)["costs"]["host_ms"],
         "stages": _report(out)["costs"]["stages"],
     }
-    assert "cannot be written" in call("bench", bundle, *quick, "--costs", tmp_path / "no" / "device.json").error
+    assert "cannot be written" in call("bench", bundle, *quick, "--costs", tmp_path / "device.json" / "x").error

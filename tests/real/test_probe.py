@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eexport.calibration.probe import Settings
-from eexport.calibration.probing import Request, probe_source
+from eexport.calibration.inputs import Request, open_inputs
+from eexport.calibration.probe import Settings, run_probe
 from eexport.runtime.costs import CostTable, measure_costs
 from eexport.runtime.engine import Engine
 
@@ -29,7 +29,7 @@ def reports(real_bundle: Callable[..., Path], tmp_path_factory: pytest.TempPathF
         raise AssertionError("a cost table was given")
 
     return {
-        name: probe_source(source, folder / name, request, settings, refuse)
+        name: run_probe(open_inputs(source, folder / name, request, settings, refuse), settings)
         for name, source in (("checkpoint", MODEL), ("bundle", str(bundle)))
     }
 
