@@ -47,7 +47,8 @@ def start_process(*arguments: object, **options: Any) -> Process:
 
 def finish(process: Process) -> Outcome:
     out, err = process.communicate(timeout=60)
-    return Outcome(process.returncode, (out or b"").decode(), (err or b"").decode())
+    # What was read before may have ended within a character.
+    return Outcome(process.returncode, (out or b"").decode(errors="replace"), (err or b"").decode())
 
 
 def environment(**changes: str | None) -> dict[str, str]:

@@ -85,16 +85,16 @@ class TestFile:
         path = tmp_path / "costs.json"
         TABLE.write(path)
 
-        def full(self: Path, text: str, **_: Any) -> int:
-            self.write_bytes(text[:9].encode())
+        def full(self: Path, content: bytes) -> int:
+            self.write_text(content[:9].decode())
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_text", full)
+        monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(EexportError, match="costs.json: .*No space left"):
             dataclasses.replace(TABLE, past=3).write(path)
         assert CostTable.read(path) == TABLE and list(tmp_path.iterdir()) == [path]
 
-    @pytest.mark.parametrize("place", ["absent/costs.json", "file/costs.json", "."])
+    @pytest.mark.parametrize("place", ["file/costs.json", "."])
     def test_places_that_cannot_be(self, tmp_path: Path, place: str) -> None:
         (tmp_path / "file").touch()
         for use in (TABLE.write, CostTable.read):
