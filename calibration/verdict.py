@@ -69,7 +69,11 @@ def judge(forecasts: "Sequence[Forecast]", breakeven: Sequence[Breakeven], num_l
     else:
         headline = "Early exit does not pay here: run every layer for every token"
     reasons = [f"n-gram lookup alone, which needs no exit, predicts {speed['lookup']:.2f}x"]
-    reasons += [*_exit_reasons(found, num_layers), *_breakeven_reasons(breakeven), _unverified_reason(forecasts)]
+    reasons += [
+        *_exit_reasons(found, num_layers),
+        *_breakeven_reasons(breakeven, num_layers),
+        _unverified_reason(forecasts),
+    ]
     return Verdict(pays, best, with_exit, without, headline, tuple(reasons))
 
 
@@ -104,16 +108,20 @@ def _exit_reasons(found: "dict[str, Forecast]", num_layers: int) -> list[str]:
     ]
 
 
-def _breakeven_reasons(breakeven: Sequence[Breakeven]) -> list[str]:
+def _breakeven_reasons(breakeven: Sequence[Breakeven], num_layers: int) -> list[str]:
     if not breakeven:
         return ["the model shows no layer before its last"]
-    reachable = [(row, row.needed) for row in breakeven if row.needed is not None]
-    if not reachable:
+    if all(row.needed is None for row in breakeven):
         return ["on this device no exit can break even, however good: a draft costs too much there"]
-    nearest, needed = max(reachable, key=lambda pair: pair[0].measured / max(pair[1], 1e-9))
+    shown = [min(breakeven, key=lambda row: abs(row.depth - part * num_layers)) for part in (0.25, 0.75)]
+    parts = [
+        f"after layer {row.depth} "
+        + ("with none" if row.needed is None else f"with {row.needed:.0%} (it gets {row.measured:.0%} right)")
+        for row in dict.fromkeys(shown)
+    ]
     return [
-        f"drafting for every token and erring at random, the exit after layer {nearest.depth} would break even with "
-        f"{needed:.0%} of tokens right; it gets {nearest.measured:.0%} right, and no other exit comes nearer"
+        "drafting for every token and erring at random, an exit breaks even at this share of right tokens: "
+        + ", ".join(parts)
     ]
 
 
