@@ -39,10 +39,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was probed, as far as the arithmetic needs it; ``depths`` are the P depths of the records."""
+    """What was probed, as far as the arithmetic needs it.
+
+    ``depths`` are the P depths of the records, ``end_tokens`` those that end a continuation of the model's own accord.
+    """
 
     num_layers: int
     depths: tuple[int, ...]
+    end_tokens: frozenset[int]
     thresholds: tuple[float, ...]
     alpha: float
     tau: float
@@ -62,7 +66,7 @@ def analyse(
     texts = {kind: recorded[kind] for kind in kinds}
     result: dict[str, Any] = {
         "depths": list(subject.depths),
-        "kinds": {kind: _counts(group, recorded[kind]) for kind, group in groups.items()},
+        "kinds": {kind: _counts(group, recorded[kind], subject) for kind, group in groups.items()},
         "curves": {kind: _curves(found) for kind, found in measures.items()},
         "eas": {kind: _eas(found, subject) for kind, found in measures.items()},
         "oracle": {kind: _frontier(group, subject) for kind, group in kinds.items()},
@@ -85,12 +89,13 @@ def _recorded(sample: Sample) -> Recorded:
     return Recorded(sample.encoded.ids, tuple(tokens), measures.agrees, measures.entropy)
 
 
-def _counts(group: Sequence[Sample], recorded: Sequence[Recorded]) -> dict[str, Any]:
+def _counts(group: Sequence[Sample], recorded: Sequence[Recorded], subject: Subject) -> dict[str, Any]:
     return {
         "prompts": len(group),
         "cut": sum(sample.encoded.cut for sample in group),
         "prompt_tokens": sum(len(sample.encoded.ids) for sample in group),
         "tokens": sum(len(text.tokens) for text in recorded),
+        "unfinished": float(np.mean([text.tokens[-1] not in subject.end_tokens for text in recorded])),
         "looping": looping_share(recorded),
         "task": next((sample.encoded.prompt.task for sample in group if sample.encoded.prompt.task), None),
     }
@@ -213,6 +218,10 @@ def _caveats(result: Mapping[str, Any], kinds: Mapping[str, Sequence[Sample]]) -
 def _kind_caveats(found: Mapping[str, Any], counts: Mapping[str, Any], group: Sequence[Sample]) -> list[str]:
     lines = []
     if scored := found["scored"]:
+        if counts["unfinished"] > 0.2:
+            lines.append(
+                f"{counts['unfinished']:.0%} of the answers were cut off and so can hardly be right: raise --tokens"
+            )
         if found["accuracy"]["value"] < 0.1:
             lines.append("the full model solves so few of these that their loss says little")
         strictest = min(found["budgets"], key=lambda row: row["allowed"])

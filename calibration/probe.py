@@ -95,7 +95,9 @@ def run_probe(inputs: Inputs, settings: Settings, progress: Progress = lambda *_
         progress("scoring", index, len(found))
         samples.append(Sample(encoded, continuation, _score(encoded, continuation, decode, settings.run_code)))
     progress("predicting", 0, 1)
-    subject = Subject(model.num_layers, model.depths, settings.thresholds, settings.alpha, settings.tau)
+    subject = Subject(
+        model.num_layers, model.depths, model.eos_token_ids, settings.thresholds, settings.alpha, settings.tau
+    )
     results = analyse(samples, subject, inputs.costs, decode)
     if settings.run_code and (missing := isolation()):
         results["caveats"].append(f"code was run, but {missing}")

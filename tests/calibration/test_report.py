@@ -49,7 +49,7 @@ def make_report(kinds: tuple[str, ...] = KINDS, depths: tuple[int, ...] = (1, 2,
     )
     rows = tuple(range(1, 9))
     table = CostTable("tiny", layers, "int8", "ort", "a <cpu>", "onnxruntime", 2, 256, rows, stages, 0.2)
-    subject = Subject(layers, depths, THRESHOLDS, 0.5, 0.5)
+    subject = Subject(layers, depths, frozenset({1}), THRESHOLDS, 0.5, 0.5)
     return {
         "schema_version": 1,
         "created": "2026-01-01T00:00:00+00:00",
