@@ -62,8 +62,9 @@ def analyse(
     kinds = dict(sorted(kinds.items()))
     groups = {ALL: list(samples), **kinds}
     measures = {kind: Measures.join([s.continuation.measures for s in group]) for kind, group in groups.items()}
-    recorded = {kind: [_recorded(sample) for sample in group] for kind, group in groups.items()}
-    texts = {kind: recorded[kind] for kind in kinds}
+    # Each text once, whatever groups it is in: it keeps what was looked up in it.
+    texts = {kind: [_recorded(sample) for sample in group] for kind, group in kinds.items()}
+    recorded = {ALL: [text for group in texts.values() for text in group], **texts}
     result: dict[str, Any] = {
         "depths": list(subject.depths),
         "kinds": {kind: _counts(group, recorded[kind], subject) for kind, group in groups.items()},

@@ -139,10 +139,9 @@ def layers_axis(axes: Axes, num_layers: int) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def percent_axis(axes: Axes, which: str = "y") -> None:
-    """Shares shown as percent."""
-    axis = axes.yaxis if which == "y" else axes.xaxis
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
+def percent_axis(axes: Axes) -> None:
+    """Shares shown as percent on the y axis."""
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
 
 
 def numbers(values: Sequence[float | None]) -> list[float]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eexport.runtime.costs import CostTable
+from eexport.runtime.engine import common_prefix
 from eexport.runtime.ngram import NgramIndex
 
 LONGEST = 7
@@ -60,12 +61,7 @@ class Recorded:
         index.extend(self.prompt)
         for place, token in enumerate(self.tokens):
             proposal = index.propose(LONGEST)
-            right = 0
-            for proposed, true in zip(proposal, self.tokens[place:], strict=False):
-                if proposed != true:
-                    break
-                right += 1
-            runs.append((len(proposal), right))
+            runs.append((len(proposal), common_prefix(proposal, self.tokens[place : place + LONGEST])))
             index.extend([token])
         return runs
 

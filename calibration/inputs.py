@@ -18,7 +18,7 @@ from eexport.calibration.data import Encoded, Rows, Skipped, builtin_prompts, en
 from eexport.calibration.probe import Inputs, Settings
 from eexport.calibration.sandbox import isolation
 from eexport.calibration.store import TraceStore, holds_records
-from eexport.calibration.traced import TracedModel
+from eexport.calibration.traced import SLOTS, TracedModel
 from eexport.calibration.traced_bundle import BundleModel, bundle_identity
 from eexport.runtime.console import Progress
 from eexport.runtime.costs import CostTable, measure_costs
@@ -211,13 +211,13 @@ def _slots(weight_bytes: int, token_bytes: int) -> int:
     """How many tokens of keys and values fit in a quarter of the memory that fp32 weights leave free."""
     free, needed = available_memory(), int(weight_bytes * 1.2)
     if free is None:
-        return 1 << 14
+        return SLOTS
     if needed > free:
         raise EexportError(
             f"probing this checkpoint takes {needed / 1e9:.1f} GB for its weights in fp32 and {free / 1e9:.1f} GB are "
             "free: build a bundle of it and probe that, or use a machine with more memory"
         )
-    return min(1 << 14, (free - needed) // 4 // token_bytes)
+    return min(SLOTS, (free - needed) // 4 // token_bytes)
 
 
 def _prompts(rows: Rows, opened: _Source, longest: int, seed: int) -> tuple[list[Encoded], list[Skipped]]:

@@ -14,6 +14,9 @@ from eexport.runtime.errors import EexportError
 
 Floats = NDArray[np.float32]
 
+SLOTS = 1 << 14
+"""Tokens that the sequences decoded together may hold at most; more would only take memory."""
+
 
 class TracedModel(Protocol):
     """A decoder that shows its hidden states while it decodes a few sequences at once.

@@ -11,7 +11,7 @@ import numpy as np
 from eexport.calibration.traced import Floats, check_finite, cosine
 from eexport.runtime.backend import Backend
 from eexport.runtime.chain import Chain
-from eexport.runtime.engine import PREFILL_ROWS
+from eexport.runtime.engine import PREFILL_ROWS, chunks, common_prefix
 from eexport.runtime.manifest import Manifest
 
 
@@ -36,18 +36,15 @@ class BundleModel:
     def start(self, sequences: Sequence[Sequence[int]], room: int) -> Floats:
         """See ``TracedModel.start``; there is one sequence, and what it shares with the last one is not run again."""
         (ids,) = sequences
-        shared = 0
-        while shared < min(len(self._cached), len(ids) - 1) and self._cached[shared] == ids[shared]:
-            shared += 1
+        shared = common_prefix(self._cached, ids[:-1])
         self._chain.kv.trim(self._chain.kv.length - shared)
         del self._cached[shared:]
-        new = list(ids[shared:])
-        self._chain.reserve(len(new))
-        while len(new) > PREFILL_ROWS:
-            self._chain.forward(new[:PREFILL_ROWS], head_rows=0)
-            del new[:PREFILL_ROWS]
-        self._cached = list(ids[: len(ids) - len(new)])
-        return self._forward(new)
+        self._chain.reserve(len(ids) - shared)
+        *parts, last = chunks(ids[shared:], PREFILL_ROWS)
+        for part in parts:
+            self._chain.forward(part, head_rows=0)
+            self._cached += part
+        return self._forward(last)
 
     def step(self, tokens: Sequence[int]) -> Floats:
         """See ``TracedModel.step``."""

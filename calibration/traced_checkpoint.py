@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eexport.calibration.traced import Floats, check_finite
+from eexport.calibration.traced import SLOTS, Floats, check_finite
 from eexport.models.checkpoint import Checkpoint
 from eexport.models.decoder import Decoder, LayerKV, rms_norm, rope_tables
 from eexport.runtime.errors import EexportError
 
 _GRAM_ROWS = 8192  # of the head at a time, while its Gram matrix is summed
-WIDTH, SLOTS = 32, 1 << 14
+WIDTH = 32
 
 
 class _RoomyKV(LayerKV):

@@ -23,7 +23,7 @@ class _Step:
     token_ids: Array
     fill: Fill
     runs: list[Callable[[], None]]
-    hidden: dict[int, Array]  # by depth, [1, T, D]; the last is the full depth
+    hidden: dict[int, Array]  # by depth, in the order of ``Chain.depths``, [1, T, D]
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ class Chain:
     def hidden_states(self, ids: Sequence[int]) -> Array:
         """Run ``ids`` as ``forward`` does; hidden states [P, D] of the last token at ``depths``, in a copy."""
         step = self._run(ids)
-        return np.stack([step.hidden[depth][0, len(ids) - 1] for depth in self.depths])
+        return np.stack([rows[0, len(ids) - 1] for rows in step.hidden.values()])
 
     def head(self, hidden: Array) -> Array:
         """Final norm and head of hidden states [R, D]: logits [R, V], in memory that the next call writes over."""
@@ -169,7 +169,7 @@ class Chain:
                 states[depth] = buffers[output.name].array
             hidden = buffers[spec.outputs[0].name]
             runs.append(stage.bind(buffers))
-        step = _Step(token_ids.array, fill, runs, states)
+        step = _Step(token_ids.array, fill, runs, dict(sorted(states.items())))
         if rows <= _CACHED_ROWS:
             self._steps[rows] = step
         return step

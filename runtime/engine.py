@@ -170,7 +170,7 @@ class Engine:
     def score(self, ids: Sequence[int]) -> Array:
         """Logits [T, V] at every position of a text, in a copy. Empties the cache and ends a running request."""
         self.clear()
-        rows = [np.array(self._chain.forward(part, len(part))) for part in _chunks(ids, PREFILL_ROWS)]
+        rows = [np.array(self._chain.forward(part, len(part))) for part in chunks(ids, PREFILL_ROWS)]
         self._reset()
         return np.concatenate(rows)
 
@@ -234,7 +234,7 @@ class Engine:
 
     def _prefill(self, ids: list[int], reuse_cache: bool) -> Array:
         """Run the part of the prompt that the cache does not hold; logits [1, V] of its last token."""
-        shared = _common_prefix(self._cached, ids[:-1]) if reuse_cache else 0
+        shared = common_prefix(self._cached, ids[:-1]) if reuse_cache else 0
         self._stats.reused_tokens = shared
         if shared:
             self._chain.kv.trim(self._chain.kv.length - shared)
@@ -244,7 +244,7 @@ class Engine:
         new = ids[shared:]
         with self._whole_or_reset(len(new)):
             self._chain.reserve(len(new))
-        *parts, last = _chunks(new, PREFILL_ROWS)
+        *parts, last = chunks(new, PREFILL_ROWS)
         for part in parts:
             self._forward(self._request, part, head_rows=0)
         return self._forward(self._request, last)
@@ -309,12 +309,14 @@ def _is_token_ids(prompt: Prompt) -> TypeGuard[Sequence[int]]:
     return all(isinstance(i, int | np.integer) for i in prompt)
 
 
-def _chunks(ids: Sequence[int], rows: int) -> Iterator[list[int]]:
+def chunks(ids: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """``ids`` in parts of ``rows``, the last perhaps shorter."""
     for start in range(0, len(ids), rows):
         yield list(ids[start : start + rows])
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens both begin with."""
     length = 0
     for a, b in zip(left, right, strict=False):
         if a != b:

@@ -19,7 +19,7 @@ from eexport.calibration.predict import geometric_mean
 from eexport.runtime.chain import Chain
 from eexport.runtime.costs import measure_costs
 from eexport.runtime.device import open_backend
-from eexport.runtime.engine import PREFILL_ROWS, Engine, load_codec
+from eexport.runtime.engine import PREFILL_ROWS, Engine, chunks, common_prefix, load_codec
 from eexport.runtime.manifest import read_manifest
 from eexport.runtime.ngram import NgramIndex
 
@@ -28,8 +28,8 @@ def decode(chain: Chain, prompt: Sequence[int], tokens: int, drafted: int) -> tu
     """Greedy tokens after ``prompt`` with up to ``drafted`` looked up each time, and the seconds after the first."""
     chain.reset()
     chain.reserve(len(prompt) + tokens + drafted)
-    for start in range(0, len(prompt) - 1, PREFILL_ROWS):
-        chain.forward(prompt[start : min(start + PREFILL_ROWS, len(prompt) - 1)], head_rows=0)
+    for part in chunks(prompt[:-1], PREFILL_ROWS):
+        chain.forward(part, head_rows=0)
     output = [int(chain.forward(prompt[-1:])[0].argmax())]
     index = NgramIndex()
     index.extend([*prompt, *output])
@@ -37,9 +37,7 @@ def decode(chain: Chain, prompt: Sequence[int], tokens: int, drafted: int) -> tu
     while len(output) < tokens:
         draft = index.propose(drafted) if drafted else []
         best = chain.forward([output[-1], *draft], 1 + len(draft)).argmax(-1).tolist()
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == best[accepted]:
-            accepted += 1
+        accepted = common_prefix(draft, best)
         chain.kv.trim(len(draft) - accepted)
         made = best[: accepted + 1][: tokens - len(output)]
         output += made
