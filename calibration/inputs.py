@@ -179,7 +179,7 @@ class _Checkpoint:
         )
 
     def identity(self) -> str:
-        from eexport.calibration.traced_checkpoint import checkpoint_identity
+        from eexport.models.checkpoint import checkpoint_identity
 
         return checkpoint_identity(self._checkpoint)
 

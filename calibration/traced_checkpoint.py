@@ -1,6 +1,5 @@
 """Every layer of a checkpoint, in fp32 torch: several sequences at once, padded on the left."""
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -143,14 +142,6 @@ class CheckpointModel:
                 states.append(hidden[:, -1].clone())  # a view would keep every row of every layer
             result: Floats = torch.stack(states, dim=1).numpy()
         return result
-
-
-def checkpoint_identity(checkpoint: Checkpoint) -> str:
-    """A hash over the model's shape and all its weights, a tensor in memory at a time."""
-    digest = hashlib.sha256(repr(checkpoint.spec).encode())
-    for name in checkpoint.spec.tensor_shapes():
-        digest.update(checkpoint.weights.read(name).data)
-    return digest.hexdigest()
 
 
 def _gram(head: Tensor) -> Tensor:

@@ -5,6 +5,9 @@
     block   hidden [B,T,D], the dialect's position inputs,              hidden_out [B,T,D], present.* [B,KvH,C,Hd],
             past.{layer}.{key,value} [B,KvH,C,Hd]                       hidden.{1..4} [B,T,D] (within the block)
     head    hidden [B,T,D]                                              logits [B,T,V] f32
+    exit    its features [B,T,D] (models/exits.py), position inputs,    hidden_out [B,T,D], logits [B,T,Vd] f32,
+            past.{exit}.{key,value} [B,KvH,C,Hd]                        present.* [B,KvH,C,Hd]
+    predictor  hidden.{1..4} [B,T,D]                                    logits [B,T,E+1] f32
 
 Position inputs: ``standard`` takes cos, sin [B,T,Hd/2], mask [B,1,T,C] (added to the scores) and write_index [B] i64
 (where slot b writes its T new keys); ``ort`` takes cos_table, sin_table [C,Hd/2], and last_index [B], new_rows [B],
@@ -14,31 +17,35 @@ B slots and T rows are free in every graph, so one graph serves prefill, decode 
 here is what the graph builder emits, the manifest records and the runtime binds.
 """
 
+from collections.abc import Sequence
+
+from eexport.models.exits import PREDICTOR_LAYERS, Calibration, ExitHead
 from eexport.models.spec import ModelSpec
 from eexport.runtime.errors import EexportError
-from eexport.runtime.manifest import StageSpec, TensorSpec
+from eexport.runtime.exits import ExitRule
+from eexport.runtime.manifest import ExitsInfo, StageSpec, TensorSpec
 
-PREDICTOR_LAYERS = 4  # the exit predictor reads the hidden states of layers 1-4
+_MOST_BLOCKS = 4  # seven cost 15-20% of a token more than four, which cost about what one does
 
 
 class PlanError(EexportError):
     """The block boundaries asked for do not cut this model; one line."""
 
 
-def plan_blocks(num_layers: int, blocks: str = "auto") -> tuple[tuple[int, int], ...]:
+def plan_blocks(num_layers: int, blocks: str = "auto", exits: Sequence[int] = ()) -> tuple[tuple[int, int], ...]:
     """Half-open layer ranges of the blocks.
 
     Args:
         num_layers: Depth of the model.
-        blocks: ``auto`` (about 4, ending at depth 4, a quarter and a half, the candidate exits), a number of equal
+        blocks: ``auto`` (about 4, ending at depth 4, a quarter and a half, or at ``exits`` first), a number of equal
             blocks ("2"), or explicit boundaries: the depths at which a block ends ("4,8,16").
+        exits: Depths of trained exits, short of the model's own, at which a block has to end.
 
     Raises:
-        PlanError: When the text is none of these or does not fit the depth.
+        PlanError: When the text is none of these, or does not fit the depth or the exits.
     """
     if blocks == "auto":
-        cuts = sorted({PREDICTOR_LAYERS, _to_four(num_layers / 4), _to_four(num_layers / 2)})
-        cuts = [cut for cut in cuts if 0 < cut < num_layers]
+        cuts = _automatic(num_layers, exits)
     elif blocks.isdecimal():
         count = int(blocks)
         if not 1 <= count <= num_layers:
@@ -55,6 +62,12 @@ def plan_blocks(num_layers: int, blocks: str = "auto") -> tuple[tuple[int, int],
             cuts.pop()
         if cuts != sorted(set(cuts)) or (cuts and not (cuts[0] > 0 and cuts[-1] < num_layers)):
             raise PlanError(f"--blocks {blocks}: depths must rise and lie between 1 and {num_layers - 1}")
+    if missed := sorted(set(exits) - set(cuts)):
+        needed = ",".join(str(cut) for cut in sorted({*cuts, *exits, num_layers}))
+        raise PlanError(
+            f"--blocks {blocks}: no block ends after layer {missed[0]}, where the calibration has an exit: give "
+            f"{needed} or auto"
+        )
     edges = [0, *cuts, num_layers]
     return tuple(zip(edges, edges[1:], strict=False))
 
@@ -81,24 +94,69 @@ def plan_stages(
     return (embed, *blocks, head)
 
 
+def plan_exits(
+    spec: ModelSpec, calibration: Calibration, activations: str, positions: tuple[TensorSpec, ...]
+) -> ExitsInfo:
+    """Every stage that branches off from the chain; the arguments are those of ``plan_stages``."""
+    thresholds, predictor = calibration.thresholds, None
+    heads = tuple(_exit(spec, head, len(calibration.draft_ids), activations, positions) for head in calibration.heads)
+    if calibration.predictor is not None:
+        layers = calibration.predictor.layers
+        classes = len(calibration.exit_depths(spec.num_layers)) + 1
+        inputs = tuple(_hidden(f"hidden.{layer}", spec, activations) for layer in layers)
+        logits = TensorSpec("logits", "float32", ("B", "T", classes))
+        depth = max(layers)
+        predictor = StageSpec("predictor", "predictor", "predictor.onnx", (depth, depth), inputs, (logits,))
+    return ExitsInfo(
+        heads=heads,
+        predictor=predictor,
+        draft_ids="draft_ids.npy",
+        rule=None if thresholds is None else ExitRule(thresholds.entropy, thresholds.previous),
+        record=calibration.record,
+    )
+
+
+def _automatic(num_layers: int, exits: Sequence[int]) -> list[int]:
+    """The exits, filled up with depths that may be of use, as long as the blocks are few."""
+    half = _to_four(num_layers / 2)
+    fillers = (PREDICTOR_LAYERS, half) if exits else (PREDICTOR_LAYERS, _to_four(num_layers / 4), half)
+    cuts = set(exits)
+    for cut in fillers:
+        if 0 < cut < num_layers and len(cuts) < _MOST_BLOCKS - 1:
+            cuts.add(cut)
+    return sorted(cuts)
+
+
 def _block(
     spec: ModelSpec, index: int, layers: tuple[int, int], activations: str, positions: tuple[TensorSpec, ...]
 ) -> StageSpec:
-    cache = ("B", spec.num_kv_heads, "C", spec.head_dim)
-    caches = [f"{layer}.{kind}" for layer in range(*layers) for kind in ("key", "value")]
-    inputs = (
-        _hidden("hidden", spec, activations),
-        *positions,
-        *(TensorSpec(f"past.{name}", activations, cache) for name in caches),
-    )
+    past, present = _caches([str(layer) for layer in range(*layers)], spec, activations)
     early = range(layers[0] + 1, min(PREDICTOR_LAYERS + 1, layers[1]))
+    inputs = (_hidden("hidden", spec, activations), *positions, *past)
     outputs = (
         _hidden("hidden_out", spec, activations),
-        *(TensorSpec(f"present.{name}", activations, cache) for name in caches),
+        *present,
         *(_hidden(f"hidden.{depth}", spec, activations) for depth in early),
     )
     name = f"block_{index:02d}"
     return StageSpec("block", name, f"{name}.onnx", layers, inputs, outputs)
+
+
+def _exit(
+    spec: ModelSpec, head: ExitHead, draft: int, activations: str, positions: tuple[TensorSpec, ...]
+) -> StageSpec:
+    past, present = _caches([head.name], spec, activations)
+    inputs = (*(_hidden(feature, spec, activations) for feature in head.features), *positions, *past)
+    logits = TensorSpec("logits", "float32", ("B", "T", draft))
+    outputs = (_hidden("hidden_out", spec, activations), logits, *present)
+    return StageSpec("exit", head.name, f"{head.name}.onnx", (head.depth, head.depth), inputs, outputs)
+
+
+def _caches(names: Sequence[str], spec: ModelSpec, dtype: str) -> list[list[TensorSpec]]:
+    """The caches of layers with these names, as inputs and as outputs."""
+    shape = ("B", spec.num_kv_heads, "C", spec.head_dim)
+    parts = [f"{name}.{kind}" for name in names for kind in ("key", "value")]
+    return [[TensorSpec(f"{time}.{part}", dtype, shape) for part in parts] for time in ("past", "present")]
 
 
 def _hidden(name: str, spec: ModelSpec, dtype: str) -> TensorSpec:

@@ -1,7 +1,7 @@
 """From checkpoint to bundle: one pass over the layers, each written, run and compared before the next is read."""
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -13,22 +13,26 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from eexport.export.blocks import plan_blocks, plan_stages
+from eexport.export.blocks import plan_blocks, plan_exits, plan_stages
 from eexport.export.bundle import bundle_folder, file_infos
 from eexport.export.dialect import Dialect, DialectName, Precision
 from eexport.export.dialect_ort import OrtDialect
 from eexport.export.dialect_standard import StandardDialect
+from eexport.export.exit_stages import write_exits
 from eexport.export.graph import WeightFile
 from eexport.export.quantize import BLOCK_SIZES, block_for
-from eexport.export.stages import BlockGraph, embed_graph, head_graph
+from eexport.export.stages import LayerGraph, embed_graph, head_graph
 from eexport.models.checkpoint import Checkpoint
 from eexport.models.decoder import DecoderLayer, LayerKV, rms_norm, rope_tables
+from eexport.models.exits import Calibration, check_fits
+from eexport.models.exits_file import read_calibration
 from eexport.models.spec import ModelSpec
 from eexport.runtime.backend import Array
 from eexport.runtime.backend_ort import OrtBackend
 from eexport.runtime.errors import EexportError
 from eexport.runtime.manifest import (
     MANIFEST_NAME,
+    ExitsInfo,
     KVInfo,
     Manifest,
     ModelInfo,
@@ -37,7 +41,7 @@ from eexport.runtime.manifest import (
     TextInfo,
 )
 from eexport.runtime.text import TextCodec
-from eexport.runtime.verify import TOP, Parity, Reference, StageRunner, compare, compare_logits, failure
+from eexport.runtime.verify import Parity, Reference, StageRunner, Top, compare, compare_logits, failure, stage_parity
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 DIALECTS: tuple[DialectName, ...] = ("ort", "standard")
@@ -60,7 +64,11 @@ class BuildError(EexportError):
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What to build; ``blocks`` is described at ``blocks.plan_blocks``, ``exact`` at ``manifest.RowsInfo``."""
+    """What to build.
+
+    ``blocks`` is described at ``blocks.plan_blocks``, ``exact`` at ``manifest.RowsInfo``; ``calibration`` is a folder
+    of trained exits to build in.
+    """
 
     precision: Precision = "int8"
     dialect: DialectName = "ort"
@@ -68,6 +76,7 @@ class BuildOptions:
     vocab_precision: Precision | None = None
     block_size: int = 32
     exact: bool = True
+    calibration: Path | None = None
     force: bool = False
 
 
@@ -82,17 +91,37 @@ def build(
     Raises:
         BuildError: Options that do not fit, or parity that fails; nothing is left behind.
         BundleError: ``out`` cannot be written.
+        CheckpointError: The calibration is damaged or of another checkpoint.
     """
     spec = checkpoint.spec
     dialect = _dialect(options)
     _check_divisible(spec, dialect, options)
-    ranges = plan_blocks(spec.num_layers, options.blocks)
-    stages = plan_stages(spec, ranges, dialect.activations, dialect.position_inputs(spec))
-    with bundle_folder(out, force=options.force, needed_bytes=_estimated_bytes(spec, options, dialect)) as folder:
-        run = _Build(checkpoint, dialect, options, stages, folder, progress)
+    plan = _plan(checkpoint, dialect, options)
+    needed = _estimated_bytes(spec, options, dialect, plan.calibration)
+    with bundle_folder(out, force=options.force, needed_bytes=needed) as folder:
+        run = _Build(checkpoint, dialect, options, plan, folder, progress)
         manifest = run.write()
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The stages of a bundle; with a calibration, those that branch off as well."""
+
+    stages: tuple[StageSpec, ...]
+    calibration: Calibration | None = None
+    exits: ExitsInfo | None = None
+
+    @property
+    def exit_stages(self) -> tuple[StageSpec, ...]:
+        return () if self.exits is None else self.exits.stages
+
+    @property
+    def depths_read(self) -> set[int]:
+        """Depths whose hidden state some stage reads or is checked by."""
+        early = {s.name for stage in self.exit_stages for s in stage.sources if s.name.startswith("hidden.")}
+        return {stage.layers[1] for stage in self.stages} | {int(name.removeprefix("hidden.")) for name in early}
 
 
 class _Build:
@@ -103,37 +132,40 @@ class _Build:
         checkpoint: Checkpoint,
         dialect: Dialect,
         options: BuildOptions,
-        stages: Sequence[StageSpec],
+        plan: _Plan,
         folder: Path,
         progress: Callable[[str, int, int], None],
     ) -> None:
         self._checkpoint, self._spec, self._weights = checkpoint, checkpoint.spec, checkpoint.weights
-        self._dialect, self._options, self._stages, self._folder = dialect, options, stages, folder
+        self._dialect, self._options, self._plan, self._folder = dialect, options, plan, folder
         self._progress = progress
         self._model = _model_info(checkpoint)
         self._least_cosine = min(_LEAST_COSINE[options.precision], _LEAST_COSINE[dialect.vocab_precision])
         self._runner = StageRunner(OrtBackend(), folder, self._model, dialect.rows(self._spec))
         self._parity: list[Parity] = []
-        self._steps = self._spec.num_layers + 2
+        self._states: dict[int, Array] = {}  # the reference's, by depth
+        self._steps = self._spec.num_layers + 2 + len(plan.exit_stages)
         self._done = 0
 
     def write(self) -> Manifest:
         text = self._write_text()
         ids = np.array(self._probe_ids())
         self._rows = len(ids)
-        embed, *blocks, head = self._stages
-        hidden = self._write_embed(embed, ids)
-        boundaries, chained = [hidden.numpy()[0]], self._runner.run(embed, ids)
-        self._accept(compare(embed.name, chained, boundaries[0]))
+        embed, *blocks, head = self._plan.stages
+        hidden, states = self._write_embed(embed, ids), self._states
+        (chained,) = self._runner.run(embed, ids)
+        self._accept(compare(embed.name, chained, states[0]))
         cos, sin = rope_tables(self._spec.rope, torch.arange(len(ids))[None])
         for block in blocks:
             hidden = self._write_block(block, hidden, cos, sin)
-            boundaries.append(hidden.numpy()[0])
-            self._accept(compare(block.name, self._runner.run(block, boundaries[-2]), boundaries[-1]))
-            chained = self._runner.run(block, chained)
-        reference = self._write_head(head, hidden, ids, np.stack(boundaries))
-        self._accept(compare_logits(head.name, self._runner.run(head, boundaries[-1]), reference))
-        self._accept(compare_logits("chain", self._runner.run(head, chained), reference), least_cosine=-1.0)
+            start, end = block.layers
+            self._accept(compare(block.name, self._runner.run(block, states[start])[0], states[end]))
+            chained = self._runner.run(block, chained)[0]
+        reference = self._write_head(head, hidden, ids)
+        self._accept(*stage_parity(self._runner, head, reference))
+        reference = self._write_exits(reference)
+        top = reference.tops[head.name]
+        self._accept(compare_logits("chain", self._runner.run(head, chained)[0], top), least_cosine=-1.0)
         reference.save(self._folder)
         return self._manifest(text)
 
@@ -157,29 +189,46 @@ class _Build:
         self._head_norm = self._dialect.store_vector(file, "/norm.weight", norm)
         file.close()
         embed_graph(stage, self._dialect, stored, self._folder)
+        self._keep(0, hidden)
         self._step("embedding")
         return hidden
 
     def _write_block(self, stage: StageSpec, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Write one block, a layer in memory at a time; the reference's hidden states after it."""
-        graph = BlockGraph(self._spec, stage, self._dialect, self._folder)
+        graph = LayerGraph(self._spec, stage, self._dialect, self._folder)
         for index in range(*stage.layers):
-            layer = DecoderLayer(self._spec, index, self._weights)
+            layer = DecoderLayer.from_weights(self._spec, index, self._weights)
+            exposed = f"hidden.{index}" if index in stage.hidden_layers else None
+            graph.add_layer(str(index), layer.tensors, exposed)
             hidden = layer(hidden, cos, sin, LayerKV())
-            graph.add_layer(index, layer.tensors)
+            self._keep(index + 1, hidden)
             self._step(f"layer {index}")
-        graph.save()
+        graph.close_block()
         return hidden
 
-    def _write_head(self, stage: StageSpec, hidden: Tensor, ids: Array, boundaries: Array) -> Reference:
+    def _write_head(self, stage: StageSpec, hidden: Tensor, ids: Array) -> Reference:
         head_graph(self._spec, stage, self._dialect, self._head_table, self._head_norm, self._folder)
         norm = torch.from_numpy(self._weights.read("model.norm.weight"))
         name = "model.embed_tokens.weight" if self._spec.tie_word_embeddings else "lm_head.weight"
         table = torch.from_numpy(self._weights.read(name))
         logits = rms_norm(hidden, norm, self._spec.rms_norm_eps)[0] @ table.t()
-        top = logits.topk(min(TOP, logits.shape[-1]))
+        if (calibration := self._plan.calibration) is not None:
+            self._draft_rows = table[torch.from_numpy(calibration.draft_ids)]
         self._step("head")
-        return Reference(ids, boundaries, top.indices.numpy(), top.values.numpy())
+        depths, states = zip(*self._states.items(), strict=True)
+        return Reference(ids, np.array(depths), np.stack(states), {stage.name: Top.of(logits.numpy())}, {})
+
+    def _write_exits(self, reference: Reference) -> Reference:
+        """Write and check the exits, if there are any; the reference with what they should compute."""
+        exits, calibration = self._plan.exits, self._plan.calibration
+        if exits is None or calibration is None:
+            return reference
+        reference = write_exits(
+            self._folder, self._spec, self._dialect, exits, calibration, self._draft_rows, reference, self._step
+        )
+        for stage in exits.stages:
+            self._accept(*stage_parity(self._runner, stage, reference))
+        return reference
 
     def _write_text(self) -> TextInfo:
         files = self._checkpoint.tokenizer
@@ -194,10 +243,11 @@ class _Build:
         ids = [i for i in codec.encode(_PROBE_TEXT) if i < self._spec.vocab_size]
         return ids[: min(_PROBE_ROWS, self._spec.context_length)] or [0]
 
-    def _accept(self, parity: Parity, least_cosine: float | None = None) -> None:
+    def _accept(self, *parities: Parity, least_cosine: float | None = None) -> None:
         """Record a stage's figures. Raises BuildError when they are not good enough."""
-        self._parity.append(parity)
-        problem = failure(parity, self._least_cosine if least_cosine is None else least_cosine)
+        self._parity += parities
+        least = self._least_cosine if least_cosine is None else least_cosine
+        problem = next(filter(None, (failure(parity, least) for parity in parities)), None)
         if problem is None:
             return
         mend = (
@@ -206,6 +256,11 @@ class _Build:
             else "please report it with the checkpoint's config"
         )
         raise BuildError(f"parity failed at {self._options.precision}: {problem}; nothing was kept, {mend}")
+
+    def _keep(self, depth: int, hidden: Tensor) -> None:
+        """Remember the reference's hidden states [1, T, D] if they are needed again."""
+        if depth in self._plan.depths_read:
+            self._states[depth] = hidden.numpy()[0]
 
     def _step(self, what: str) -> None:
         self._done += 1
@@ -226,8 +281,8 @@ class _Build:
             ),
             kv=KVInfo(dialect.activations, "[B, KvH, C, Hd]", "verify"),
             rows=dialect.rows(self._spec),
-            stages=tuple(self._stages),
-            exits=(),
+            stages=self._plan.stages,
+            exits=self._plan.exits,
             text=text,
             sampling={name: float(value) for name, value in self._checkpoint.sampling.items()},
             parity={
@@ -238,6 +293,19 @@ class _Build:
             built_with=_built_with(self._checkpoint, options),
             files=file_infos(self._folder),
         )
+
+
+def _plan(checkpoint: Checkpoint, dialect: Dialect, options: BuildOptions) -> _Plan:
+    spec, calibration = checkpoint.spec, None
+    form = (dialect.activations, dialect.position_inputs(spec))
+    if options.calibration is not None:
+        calibration = read_calibration(options.calibration)
+        check_fits(calibration, checkpoint, str(options.calibration))
+    exits = () if calibration is None else calibration.exit_depths(spec.num_layers)
+    stages = plan_stages(spec, plan_blocks(spec.num_layers, options.blocks, exits), *form)
+    if calibration is None:
+        return _Plan(stages)
+    return _Plan(stages, calibration, plan_exits(spec, calibration, *form))
 
 
 def _dialect(options: BuildOptions) -> Dialect:
@@ -265,8 +333,12 @@ def _check_divisible(spec: ModelSpec, dialect: Dialect, options: BuildOptions) -
             raise BuildError(f"{name} is {width}, not a multiple of 32, which int8 and int4 need: use --precision fp16")
 
 
-def _estimated_bytes(spec: ModelSpec, options: BuildOptions, dialect: Dialect) -> int:
+def _estimated_bytes(spec: ModelSpec, options: BuildOptions, dialect: Dialect, calibration: Calibration | None) -> int:
     total = 0.0
+    if calibration is not None:
+        weights = sum(values.size for head in calibration.heads for values in head.tensors.values())
+        total += weights * _BYTES_PER_WEIGHT[options.precision]
+        total += len(calibration.draft_ids) * spec.hidden_size * _BYTES_PER_WEIGHT[dialect.vocab_precision]
     for name, shape in spec.tensor_shapes().items():
         vocab = name in ("model.embed_tokens.weight", "lm_head.weight")
         precision = dialect.vocab_precision if vocab else options.precision
@@ -303,5 +375,5 @@ def _built_with(checkpoint: Checkpoint, options: BuildOptions) -> dict[str, Any]
         **{name: version(name) for name in packages},
         "onnxruntime": onnxruntime.__version__,  # its package may be onnxruntime-gpu
         "checkpoint": checkpoint.source,
-        "options": asdict(options),
+        "options": {**asdict(options), "calibration": options.calibration and options.calibration.name},
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from eexport.export.cli_calibrate import calibrate
 from eexport.export.cli_options import JSON, PATH, PRECISION, WHERE, export_extra, option
 from eexport.export.cli_probe import probe
 from eexport.export.cli_run import bench, chat, run
@@ -36,7 +37,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (run, chat, bench, probe):
+for _command in (run, chat, bench, probe, calibrate):
     cli.add_command(_command)
 
 
@@ -48,6 +49,7 @@ for _command in (run, chat, bench, probe):
 @option("--block-size", "Weights per scale: 32, or faster 64 or 128.", int, default=32, show_default=True)
 @option("--dialect", "ONNX Runtime's operators or opset 24.", _DIALECT, default="ort", show_default=True)
 @option("--blocks", "auto, how many, or where they end: 4,8,16.", default="auto", show_default=True)
+@option("--calibration", "Folder of trained exits to build in.", PATH)
 @click.option("--exact/--not-exact", default=True, help="Keep a row's bits whatever runs beside it (5-15% of speed).")
 @option("--force", "Replace a bundle that is there.", is_flag=True)
 @JSON

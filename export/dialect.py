@@ -43,7 +43,11 @@ class Dialect(Protocol):
         ...
 
     def store_matrix(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
-        """Store a matrix [N, K] of a block."""
+        """Store a matrix [N, K] of a layer."""
+        ...
+
+    def store_small(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
+        """Store a matrix [N, K] that is not worth quantising, in the dtype of the activations."""
         ...
 
     def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
@@ -77,16 +81,16 @@ class Dialect(Protocol):
         ...
 
     def attention(
-        self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+        self, graph: Graph, spec: ModelSpec, name: str, cache: str, qkv: str, norms: tuple[Stored, Stored] | None
     ) -> str:
         """From projections [B, T, (H+2·KvH)·Hd] to mixed values [B, T, H·Hd].
 
-        Adds positions and updates the layer's caches; ``norms`` are the scales of a QK-norm.
+        Adds positions and updates the caches ``past.{cache}.*``; ``norms`` are the scales of a QK-norm.
         """
         ...
 
-    def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
-        """silu(gate) * up, from both halves in one tensor [B, T, 2·inner]."""
+    def silu(self, graph: Graph, name: str, source: str) -> str:
+        """The SiLU of ``source``."""
         ...
 
     def embed(self, graph: Graph, table: Matrix) -> None:

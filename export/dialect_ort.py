@@ -34,6 +34,10 @@ class OrtDialect:
         """See ``Dialect``. MatMulNBits takes a last block that is not full."""
         return self._store(file, name, weight, self.precision, self.block_size)
 
+    def store_small(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
+        """See ``Dialect``."""
+        return self._store(file, name, weight, "fp32", self.block_size)
+
     def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``. GatherBlockQuantized takes whole blocks only."""
         block = block_for(weight.shape[1], self.block_size) or 0  # 0 was refused before, unless nothing is quantised
@@ -110,10 +114,10 @@ class OrtDialect:
         return RowsInfo(multiple=2 if pairs else 1, spare=0 if pairs else 1, exact=True)
 
     def attention(
-        self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+        self, graph: Graph, spec: ModelSpec, name: str, cache: str, qkv: str, norms: tuple[Stored, Stored] | None
     ) -> str:
         """See ``Dialect``. One node where folded attention takes fifteen: each costs 1-2 µs whatever it computes."""
-        caches = [f"{layer}.key", f"{layer}.value"]
+        caches = [f"{cache}.key", f"{cache}.value"]
         projections = [qkv, "", ""] if norms is None else self._normed(graph, spec, name, qkv, norms)
         inputs = [*projections, *(f"past.{c}" for c in caches), "last_index", "total_length", "cos_table", "sin_table"]
         # position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm_weight and k_norm_weight are not used
@@ -143,12 +147,9 @@ class OrtDialect:
             normed.append(graph.one("Reshape", [heads, graph.ints(f"shape.{width}", [0, 0, width])], f"{part}/flat"))
         return [*normed, parts[2]]
 
-    def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
+    def silu(self, graph: Graph, name: str, source: str) -> str:
         """See ``Dialect``."""
-        sizes = graph.ints("split.gate_up", [inner, inner])
-        gate, up = graph.op("Split", [both, sizes], f"{name}/split", [f"{name}/gate", f"{name}/up"], axis=-1)
-        silu = graph.one("QuickGelu", [gate], f"{name}/silu", domain=_MS, alpha=1.0)
-        return graph.one("Mul", [silu, up], f"{name}/gated")
+        return graph.one("QuickGelu", [source], name, domain=_MS, alpha=1.0)
 
     def embed(self, graph: Graph, table: Matrix) -> None:
         """See ``Dialect``."""

@@ -47,6 +47,10 @@ class StandardDialect:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.precision)
 
+    def store_small(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
+        """See ``Dialect``."""
+        return self._store(file, name, weight, "fp32" if self.precision == "fp32" else "fp16")
+
     def store_table(self, file: WeightFile, name: str, weight: Tensor) -> Matrix:
         """See ``Dialect``."""
         return self._store(file, name, weight, self.vocab_precision)
@@ -109,16 +113,14 @@ class StandardDialect:
         return RowsInfo(multiple=2 if lone and self.exact else 1, spare=0, exact=self.exact)
 
     def attention(
-        self, graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+        self, graph: Graph, spec: ModelSpec, name: str, cache: str, qkv: str, norms: tuple[Stored, Stored] | None
     ) -> str:
         """See ``Dialect``."""
-        return folded_attention(graph, spec, name, layer, qkv, norms)
+        return folded_attention(graph, spec, name, cache, qkv, norms)
 
-    def swiglu(self, graph: Graph, name: str, both: str, inner: int) -> str:
+    def silu(self, graph: Graph, name: str, source: str) -> str:
         """See ``Dialect``."""
-        sizes = graph.ints("split.gate_up", [inner, inner])
-        gate, up = graph.op("Split", [both, sizes], f"{name}/split", [f"{name}/gate", f"{name}/up"], axis=-1)
-        return graph.one("Mul", [graph.one("Swish", [gate], f"{name}/silu"), up], f"{name}/gated")
+        return graph.one("Swish", [source], name)
 
     def embed(self, graph: Graph, table: Matrix) -> None:
         """See ``Dialect``. The table is [D, V], the head's orientation, so rows are gathered along axis 1."""

@@ -21,9 +21,9 @@ def masked_inputs(spec: ModelSpec, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def folded_attention(
-    graph: Graph, spec: ModelSpec, name: str, layer: int, qkv: str, norms: tuple[Stored, Stored] | None
+    graph: Graph, spec: ModelSpec, name: str, cache: str, qkv: str, norms: tuple[Stored, Stored] | None
 ) -> str:
-    """From projections [B, T, (H+2·KvH)·Hd] to mixed values [B, T, H·Hd], updating the layer's caches in place."""
+    """From projections [B, T, (H+2·KvH)·Hd] to mixed values [B, T, H·Hd], updating ``past.{cache}.*`` in place."""
     heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
     # [B, T, (H+2·KvH)·Hd] -> [B, H+2·KvH, T, Hd]
     shape = graph.ints("shape.heads", [0, 0, heads + 2 * kv_heads, width])
@@ -32,7 +32,7 @@ def folded_attention(
     query, key, value = _rotated(graph, spec, name, split, norms)
     caches = []
     for kind, update in (("key", key), ("value", value)):
-        past, present = f"past.{layer}.{kind}", f"present.{layer}.{kind}"
+        past, present = f"past.{cache}.{kind}", f"present.{cache}.{kind}"
         caches.append(graph.one("TensorScatter", [past, update, "write_index"], present, axis=2))
     # [B, H, T, Hd] -> [B, KvH, G·T, Hd]
     query = graph.one("Reshape", [query, graph.ints("shape.fold", [0, kv_heads, -1, width])], f"{name}/fold")

@@ -12,74 +12,99 @@ from eexport.models.spec import ModelSpec
 from eexport.runtime.manifest import StageSpec
 
 
-class BlockGraph:
-    """A block being written layer by layer, so that one layer's weights are in memory at a time."""
+class LayerGraph:
+    """Decoder layers being written into a stage one by one, so that one layer's weights are in memory at a time.
+
+    Attributes:
+        graph: The stage's.
+        file: Its weights.
+        stream: The residual stream so far, but for what the last layer is still to add to it.
+    """
 
     def __init__(self, spec: ModelSpec, stage: StageSpec, dialect: Dialect, folder: Path) -> None:
         self._spec, self._dialect, self._folder = spec, dialect, folder
-        self._graph = Graph(stage)
-        self._file = WeightFile(folder / f"{stage.name}.bin")
-        self._residual, self._delta = "hidden", ""  # the stream so far, and what is still to be added to it
-        self._exposed = set(stage.hidden_layers)
+        self.graph = Graph(stage)
+        self.file = WeightFile(folder / f"{stage.name}.bin")
+        self.stream, self._delta = stage.inputs[0].name, ""
 
-    def add_layer(self, layer: int, tensors: Mapping[str, Tensor]) -> None:
-        """Append layer ``layer``; ``tensors`` are its weights by their names within the layer."""
-        path = f"/layers.{layer}"
-        normed = self._add_norm(f"{path}/input_norm", tensors["input_layernorm.weight"], layer)
-        mixed = self._attention(path, layer, normed, tensors)
-        self._delta = self._linear(f"{path}/attn/o_proj", mixed, tensors, "self_attn.o_proj")
-        normed = self._add_norm(f"{path}/post_norm", tensors["post_attention_layernorm.weight"], None)
-        both = self._linear(f"{path}/mlp/gate_up_proj", normed, tensors, "mlp.gate_proj", "mlp.up_proj")
-        gated = self._dialect.swiglu(self._graph, f"{path}/mlp", both, self._spec.intermediate_size)
-        self._delta = self._linear(f"{path}/mlp/down_proj", gated, tensors, "mlp.down_proj")
+    def add_layer(self, cache: str, tensors: Mapping[str, Tensor], exposed: str | None = None) -> None:
+        """Append a layer.
 
-    def save(self) -> None:
-        """Close the residual stream into ``hidden_out`` and write graph and weights."""
-        self._graph.one("Add", [self._residual, self._delta], "hidden_out")
-        self._file.close()
-        self._graph.save(self._folder)
+        Args:
+            cache: What its keys and values are called by: its number, or the name of an exit head.
+            tensors: Its weights by their names within the layer.
+            exposed: Output that the stream before this layer becomes.
+        """
+        path = f"/layers.{cache}"
+        normed = self.norm(f"{path}/input_norm", tensors["input_layernorm.weight"], exposed)
+        mixed = self._attention(path, cache, normed, tensors)
+        self._delta = self.linear(f"{path}/attn/o_proj", mixed, tensors, "self_attn.o_proj")
+        normed = self.norm(f"{path}/post_norm", tensors["post_attention_layernorm.weight"])
+        both = self.linear(f"{path}/mlp/gate_up_proj", normed, tensors, "mlp.gate_proj", "mlp.up_proj")
+        self._delta = self.linear(f"{path}/mlp/down_proj", self._swiglu(f"{path}/mlp", both), tensors, "mlp.down_proj")
 
-    def _add_norm(self, name: str, weight: Tensor, layer: int | None) -> str:
-        """Add the pending delta to the residual stream and normalise; ``layer`` names the depth reached, if any."""
-        scale = self._dialect.store_vector(self._file, f"{name}.weight", weight)
+    def norm(self, name: str, weight: Tensor, exposed: str | None = None) -> str:
+        """The stream so far, normed; ``exposed`` names the output that it becomes, if any."""
+        scale = self._dialect.store_vector(self.file, f"{name}.weight", weight)
         if not self._delta:
-            return self._dialect.first_norm(self._graph, name, self._residual, scale, self._spec.rms_norm_eps)
-        exposed = f"hidden.{layer}" if layer in self._exposed else None
-        self._residual, normed = self._dialect.add_norm(
-            self._graph, name, self._residual, self._delta, scale, self._spec.rms_norm_eps, exposed
+            return self._dialect.first_norm(self.graph, name, self.stream, scale, self._spec.rms_norm_eps)
+        self.stream, normed = self._dialect.add_norm(
+            self.graph, name, self.stream, self._delta, scale, self._spec.rms_norm_eps, exposed
         )
         return normed
 
-    def _attention(self, path: str, layer: int, normed: str, tensors: Mapping[str, Tensor]) -> str:
-        name = f"{path}/attn"
-        parts = [f"self_attn.{kind}_proj" for kind in "qkv"]
-        qkv = self._linear(f"{name}/qkv_proj", normed, tensors, *parts)
-        norms = None
-        if self._spec.qk_norm:
-            query, key = (
-                self._dialect.store_vector(
-                    self._file, f"{name}/{kind}_norm.weight", tensors[f"self_attn.{kind}_norm.weight"]
-                )
-                for kind in "qk"
-            )
-            norms = (query, key)
-        return self._dialect.attention(self._graph, self._spec, name, layer, qkv, norms)
-
-    def _linear(self, name: str, source: str, tensors: Mapping[str, Tensor], *parts: str) -> str:
+    def linear(self, name: str, source: str, tensors: Mapping[str, Tensor], *parts: str) -> str:
         """One matrix product for the projections ``parts``, whose rows are stacked."""
         weight = torch.cat([tensors[f"{part}.weight"] for part in parts])
         bias = None
         if any(f"{part}.bias" in tensors for part in parts):
             rows = [tensors[f"{part}.weight"].shape[0] for part in parts]
             bias = torch.cat([tensors.get(f"{p}.bias", torch.zeros(n)) for p, n in zip(parts, rows, strict=True)])
-        matrix = self._dialect.store_matrix(self._file, f"{name}.weight", weight)
+        matrix = self._dialect.store_matrix(self.file, f"{name}.weight", weight)
         return self._dialect.linear(
-            self._graph,
+            self.graph,
             name,
             source,
             matrix,
-            None if bias is None else self._dialect.store_vector(self._file, f"{name}.bias", bias),
+            None if bias is None else self._dialect.store_vector(self.file, f"{name}.bias", bias),
         )
+
+    def close_block(self) -> None:
+        """Close the residual stream into ``hidden_out`` and write graph and weights."""
+        self.graph.one("Add", [self.stream, self._delta], "hidden_out")
+        self._save()
+
+    def close_head(self, norm: Tensor, table: Matrix) -> None:
+        """Close it into ``hidden_out`` and into ``logits`` by a norm's scale and a stored head, and write all."""
+        normed = self.norm("/norm", norm, "hidden_out")
+        self._dialect.head(self.graph, normed, table)
+        self._save()
+
+    def _save(self) -> None:
+        self.file.close()
+        self.graph.save(self._folder)
+
+    def _attention(self, path: str, cache: str, normed: str, tensors: Mapping[str, Tensor]) -> str:
+        name = f"{path}/attn"
+        parts = [f"self_attn.{kind}_proj" for kind in "qkv"]
+        qkv = self.linear(f"{name}/qkv_proj", normed, tensors, *parts)
+        norms = None
+        if self._spec.qk_norm:
+            query, key = (
+                self._dialect.store_vector(
+                    self.file, f"{name}/{kind}_norm.weight", tensors[f"self_attn.{kind}_norm.weight"]
+                )
+                for kind in "qk"
+            )
+            norms = (query, key)
+        return self._dialect.attention(self.graph, self._spec, name, cache, qkv, norms)
+
+    def _swiglu(self, name: str, both: str) -> str:
+        """silu(gate) * up, from both halves in one tensor [B, T, 2·intermediate]."""
+        inner = self._spec.intermediate_size
+        sizes = self.graph.ints("split.gate_up", [inner, inner])
+        gate, up = self.graph.op("Split", [both, sizes], f"{name}/split", [f"{name}/gate", f"{name}/up"], axis=-1)
+        return self.graph.one("Mul", [self._dialect.silu(self.graph, f"{name}/silu", gate), up], f"{name}/gated")
 
 
 def embed_graph(stage: StageSpec, dialect: Dialect, table: Matrix, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Opening a checkpoint: everything the rest needs to know about a model, checked before any work starts."""
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -59,6 +60,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return _open(_download(str(path)))
     opened = _open(fetch(recipe))
     return replace(opened, source={**opened.source, "name": recipe.name})
+
+
+def checkpoint_identity(checkpoint: Checkpoint) -> str:
+    """A hash over the model's shape and all its weights, a tensor in memory at a time."""
+    digest = hashlib.sha256(repr(checkpoint.spec).encode())
+    for name in checkpoint.spec.tensor_shapes():
+        digest.update(checkpoint.weights.read(name).data)
+    return digest.hexdigest()
 
 
 def _open(place: Path) -> Checkpoint:

@@ -5,6 +5,7 @@ Legend: B batch, T new rows, S past and new rows, H query heads, KvH key/value h
 D hidden width, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +47,18 @@ class LayerKV:
             self.key, self.value = self.key[:, :, :keep], self.value[:, :, :keep]
 
 
+@dataclass
 class DecoderLayer:
-    """One layer; its tensors are in `tensors`, by their names within the layer."""
+    """One layer; its weights are in `tensors`, by their names within the layer."""
 
-    def __init__(self, spec: ModelSpec, layer: int, weights: Weights) -> None:
+    spec: ModelSpec
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def from_weights(cls, spec: ModelSpec, layer: int, weights: Weights) -> "DecoderLayer":
         """Read layer number `layer`."""
-        self.spec = spec
-        self.tensors = {
-            name: torch.from_numpy(weights.read(f"model.layers.{layer}.{name}")) for name in spec.layer_shapes()
-        }
+        names = spec.layer_shapes()
+        return cls(spec, {name: torch.from_numpy(weights.read(f"model.layers.{layer}.{name}")) for name in names})
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, kv: LayerKV, visible: Tensor | None = None) -> Tensor:
         """Map hidden states [B, T, D] to the next layer's and append to `kv`.
@@ -104,7 +108,7 @@ class Decoder:
         """Read every tensor into memory, in fp32."""
         embedding, norm = (torch.from_numpy(weights.read(f"model.{n}.weight")) for n in ("embed_tokens", "norm"))
         head = embedding if spec.tie_word_embeddings else torch.from_numpy(weights.read("lm_head.weight"))
-        layers = [DecoderLayer(spec, layer, weights) for layer in range(spec.num_layers)]
+        layers = [DecoderLayer.from_weights(spec, layer, weights) for layer in range(spec.num_layers)]
         return cls(spec, embedding, layers, norm, head)
 
     def embed(self, ids: Tensor) -> Tensor:

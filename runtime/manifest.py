@@ -7,15 +7,19 @@ dtype that is not written here. Dimension names in shapes: B batch (KV slots), T
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 from eexport.runtime.errors import BundleError
+from eexport.runtime.exits import ExitRule
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
-StageKind = Literal["embed", "block", "head"]
+StageKind = Literal["embed", "block", "head", "exit", "predictor"]
+
+_SOURCES = ("token_ids", "hidden", "previous", "embedding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class TensorSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StageSpec:
-    """One graph of the chain. ``layers`` is the half-open layer range of a block and empty (n, n) elsewhere."""
+    """One graph. ``layers`` is the half-open range of a block; elsewhere it is (n, n), n layers have run before."""
 
     kind: StageKind
     name: str
@@ -41,6 +45,11 @@ class StageSpec:
     layers: tuple[int, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def sources(self) -> tuple[TensorSpec, ...]:
+        """What it takes from other stages: token ids or hidden states, not positions and caches."""
+        return tuple(t for t in self.inputs if t.name in _SOURCES or t.name.startswith("hidden."))
 
     @property
     def hidden_outputs(self) -> tuple[TensorSpec, ...]:
@@ -119,6 +128,30 @@ class RowsInfo:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExitsInfo:
+    """The trained exits. The names of a stage's ``sources`` say which hidden states it reads.
+
+    Attributes:
+        heads: Exit heads by depth (``layers``); one at the full depth only drafts.
+        predictor: From hidden states of the first layers to logits over the exits, shallowest first, and full depth.
+        draft_ids: File (.npy, int32 [Vd], rising) of the token ids that the heads' logits stand for.
+        rule: When a token may leave early without being verified; None if no thresholds were chosen.
+        record: What calibration says of its data, metrics and assumptions; not read by the engine.
+    """
+
+    heads: tuple[StageSpec, ...]
+    predictor: StageSpec | None
+    draft_ids: str
+    rule: ExitRule | None
+    record: dict[str, Any]
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """The heads, and the predictor if there is one."""
+        return self.heads if self.predictor is None else (*self.heads, self.predictor)
+
+
+@dataclasses.dataclass(frozen=True)
 class TextInfo:
     """Tokenizer side files and the strings a chat template may refer to."""
 
@@ -137,9 +170,10 @@ class FileInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Everything in manifest.json; ``exits`` are the depths with a trained exit head.
+    """Everything in manifest.json.
 
-    ``parity`` and ``built_with`` are records for people and not read by the engine.
+    ``stages`` is the chain; ``exits`` branch off from it, None in a bundle without trained ones. ``parity`` and
+    ``built_with`` are records for people and not read by the engine.
     """
 
     dialect: Literal["ort", "standard"]
@@ -148,7 +182,7 @@ class Manifest:
     kv: KVInfo
     rows: RowsInfo
     stages: tuple[StageSpec, ...]
-    exits: tuple[int, ...]
+    exits: ExitsInfo | None
     text: TextInfo
     sampling: dict[str, float]
     parity: dict[str, Any]
@@ -166,14 +200,30 @@ class Manifest:
         """Candidate exits: depths at which a block ends, the full depth left out."""
         return tuple(b.layers[1] for b in self.blocks[:-1])
 
+    @property
+    def all_stages(self) -> tuple[StageSpec, ...]:
+        """The chain, and what branches off from it."""
+        return self.stages if self.exits is None else (*self.stages, *self.exits.stages)
+
+    @property
+    def exit_heads(self) -> tuple[StageSpec, ...]:
+        """The heads at which a token may leave, shallowest first: those short of the full depth."""
+        heads = () if self.exits is None else self.exits.heads
+        return tuple(head for head in heads if head.layers[0] < self.model.num_layers)
+
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token of context takes over all layers."""
+        """Bytes of keys and values that one token of context takes over all layers, those of exit heads included."""
         per_layer = 2 * self.model.num_kv_heads * self.model.head_dim
-        return self.model.num_layers * per_layer * (2 if self.kv.dtype == "float16" else 4)
+        layers = self.model.num_layers + (0 if self.exits is None else len(self.exits.heads))
+        return layers * per_layer * (2 if self.kv.dtype == "float16" else 4)
 
     def to_json(self) -> str:
-        """The text of manifest.json."""
-        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+        """The text of manifest.json; a rule without a threshold for the previous token has null there."""
+        raw = dataclasses.asdict(self)
+        rule = raw["exits"] and raw["exits"]["rule"]
+        if rule and rule["previous"] == math.inf:
+            rule["previous"] = None
+        return json.dumps(raw, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_manifest(bundle: Path) -> Manifest:
@@ -227,41 +277,70 @@ def _tensors(rows: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(r["name"], r["dtype"], tuple(r["shape"])) for r in rows)
 
 
+def _stage(raw: dict[str, Any]) -> StageSpec:
+    layers = (raw["layers"][0], raw["layers"][1])
+    return StageSpec(raw["kind"], raw["name"], raw["graph"], layers, _tensors(raw["inputs"]), _tensors(raw["outputs"]))
+
+
+def _exits(raw: dict[str, Any]) -> ExitsInfo:
+    rule = raw["rule"]
+    if rule is not None:
+        previous = math.inf if rule["previous"] is None else float(rule["previous"])
+        rule = ExitRule(tuple(float(value) for value in rule["entropy"]), previous)
+    predictor = None if raw["predictor"] is None else _stage(raw["predictor"])
+    return ExitsInfo(
+        heads=tuple(_stage(s) for s in raw["heads"]),
+        predictor=predictor,
+        draft_ids=raw["draft_ids"],
+        rule=rule,
+        record=raw["record"],
+    )
+
+
 def _parse(raw: dict[str, Any]) -> Manifest:
     model = dict(raw["model"])
     for key in ("rope_inv_freq", "eos_token_ids"):
         model[key] = tuple(model[key])
-    stages = tuple(
-        StageSpec(
-            kind=s["kind"],
-            name=s["name"],
-            graph=s["graph"],
-            layers=(s["layers"][0], s["layers"][1]),
-            inputs=_tensors(s["inputs"]),
-            outputs=_tensors(s["outputs"]),
-        )
-        for s in raw["stages"]
-    )
+    stages = tuple(_stage(s) for s in raw["stages"])
     if [s.kind for s in stages] != ["embed", *["block"] * (len(stages) - 2), "head"]:
         raise ValueError("stages must be one embed, the blocks and one head")
     for name in raw["files"]:
         if Path(name).name != name:
             raise ValueError(f"file name {name!r} leaves the bundle")
-    text = TextInfo(**raw["text"])
-    for used in (*(stage.graph for stage in stages), text.tokenizer, text.chat_template):
+    text, exits = TextInfo(**raw["text"]), None if raw["exits"] is None else _exits(raw["exits"])
+    used_files = [*(stage.graph for stage in stages), text.tokenizer, text.chat_template]
+    if exits is not None:
+        used_files += [*(stage.graph for stage in exits.stages), exits.draft_ids]
+    for used in used_files:
         if used is not None and used not in raw["files"]:  # so that nothing is read that was not hashed
             raise ValueError(f"{used!r} is not among the files")
-    return Manifest(
+    manifest = Manifest(
         dialect=raw["dialect"],
         model=ModelInfo(**model),
         precision=PrecisionInfo(**raw["precision"]),
         kv=KVInfo(**raw["kv"]),
         rows=RowsInfo(**raw["rows"]),
         stages=stages,
-        exits=tuple(raw["exits"]),
+        exits=exits,
         text=text,
         sampling=raw["sampling"],
         parity=raw["parity"],
         built_with=raw["built_with"],
         files={name: FileInfo(**info) for name, info in raw["files"].items()},
     )
+    _check_exits(manifest)
+    return manifest
+
+
+def _check_exits(manifest: Manifest) -> None:
+    """Raise ValueError where exits and the chain do not belong together."""
+    if manifest.exits is None:
+        return
+    exits, count = manifest.exits, len(manifest.exit_heads)
+    depths = [head.layers[0] for head in exits.heads]
+    if depths != sorted(set(depths)) or not {*manifest.boundaries, manifest.model.num_layers}.issuperset(depths):
+        raise ValueError(f"exit heads at depths {depths}, where no block ends")
+    if exits.rule is not None and len(exits.rule.entropy) != count:
+        raise ValueError(f"{len(exits.rule.entropy)} thresholds for {count} exits")
+    if exits.predictor is not None and exits.predictor.outputs[0].shape[-1] != count + 1:
+        raise ValueError(f"a predictor that does not choose among {count} exits")

@@ -26,10 +26,10 @@ class Positions(Protocol):
 
 
 def positions_for(block: StageSpec, model: ModelInfo, rows: RowsInfo, backend: Backend) -> Positions:
-    """The form that ``block`` asks for."""
-    inputs = {spec.name: spec for spec in block.inputs}
-    rope = RopeTable(model, inputs["hidden"].dtype)
-    return MaskedPositions(rope, backend) if "mask" in inputs else TablePositions(rope, rows.spare, backend)
+    """The form that ``block`` asks for, which may be an exit head as well."""
+    rope = RopeTable(model, block.outputs[0].dtype)
+    masked = any(spec.name == "mask" for spec in block.inputs)
+    return MaskedPositions(rope, backend) if masked else TablePositions(rope, rows.spare, backend)
 
 
 class RopeTable:

@@ -1,6 +1,7 @@
 """What a bundle holds, from its manifest alone, and whether it does here what it did where it was built."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from eexport.runtime.chain import Chain
 from eexport.runtime.console import size
 from eexport.runtime.device import open_backend
 from eexport.runtime.errors import BundleError
-from eexport.runtime.manifest import Manifest, check_files, read_manifest
+from eexport.runtime.manifest import ExitsInfo, Manifest, check_files, read_manifest
 from eexport.runtime.verify import Parity, Reference, failure, rows_that_differ, verify_bundle
 
 ROW_COUNTS = (2, 3, 4, 5, 8)
@@ -21,7 +22,8 @@ def summarise(bundle: Path, manifest: Manifest) -> dict[str, Any]:
     sizes = {name: info.bytes for name, info in manifest.files.items()}
     owners = {name: Path(name).stem for name in sizes}
     cosines = {row["stage"]: row["cosine"] for row in manifest.parity.get("stages", [])}
-    names = [stage.name for stage in manifest.stages]
+    stages = manifest.all_stages
+    names = [stage.name for stage in stages]
     return {
         "bundle": str(bundle),
         "schema_version": manifest.schema_version,
@@ -49,12 +51,12 @@ def summarise(bundle: Path, manifest: Manifest) -> dict[str, Any]:
                 "bytes": sum(sizes[name] for name in sizes if owners[name] == stage.name),
                 "cosine": cosines.get(stage.name),
             }
-            for stage in manifest.stages
+            for stage in stages
         ],
         "shared_files": {name: sizes[name] for name in sorted(sizes) if owners[name] not in names},
         "bytes": sum(sizes.values()),
         "candidate_exits": list(manifest.boundaries),
-        "exits": list(manifest.exits),
+        "exits": None if manifest.exits is None else _exits(manifest, manifest.exits),
         "kv": {
             "dtype": manifest.kv.dtype,
             "bytes_per_token": per_token,
@@ -71,7 +73,6 @@ def headlines(facts: dict[str, Any]) -> dict[str, str]:
     """The facts of ``summarise``, but for the stages, as labelled lines."""
     model, precision, kv, built = facts["model"], facts["precision"], facts["kv"], facts["built_with"]
     checkpoint = built.get("checkpoint", {})
-    candidates, exits = (", ".join(map(str, facts[key])) for key in ("candidate_exits", "exits"))
     blocks = "" if precision["block_size"] is None else f"blocks of {precision['block_size']}, "
     versions = ", ".join(f"{name} {built[name]}" for name in ("torch", "onnx", "onnxruntime") if name in built)
     return {
@@ -83,12 +84,53 @@ def headlines(facts: dict[str, Any]) -> dict[str, str]:
         "dialect": facts["dialect"],
         "rows": "exact" if facts["rows"]["exact"] else "not exact (built --not-exact)",
         "size": size(facts["bytes"]),
-        "exits": f"candidates after layers {candidates or '-'}; trained: {exits or 'none'}",
+        **_exit_lines(facts),
         "KV memory": f"{size(kv['bytes_per_1k_tokens'])} per 1k tokens, {size(kv['bytes_at_full_context'])} "
         f"at the full context of {model['context_length']} ({kv['dtype']})",
         "built from": f"{checkpoint.get('format', '?')} ({checkpoint.get('dtypes', '?')})",
         "built by": f"eexport {built.get('eexport', '?')} on {built.get('date', '?')} ({versions})",
     }
+
+
+def _exits(manifest: Manifest, exits: ExitsInfo) -> dict[str, Any]:
+    """Trained exits; a threshold is None where none was chosen, and for a head that only drafts."""
+    rule, taken = exits.rule, [head.name for head in manifest.exit_heads]
+    entropy = {} if rule is None else dict(zip(taken, rule.entropy, strict=True))
+    return {
+        "heads": [
+            {
+                "stage": head.name,
+                "depth": head.layers[0],
+                "reads": [source.name for source in head.sources],
+                "leaves": head.name in taken,
+                "entropy_threshold": entropy.get(head.name),
+            }
+            for head in exits.heads
+        ],
+        "draft_vocabulary": exits.heads[0].outputs[1].shape[-1],
+        "predictor_reads": None if exits.predictor is None else [source.name for source in exits.predictor.sources],
+        "previous_threshold": rule.previous if rule and rule.previous < math.inf else None,
+        "record": exits.record,
+    }
+
+
+def _exit_lines(facts: dict[str, Any]) -> dict[str, str]:
+    exits, candidates = facts["exits"], ", ".join(map(str, facts["candidate_exits"]))
+    if exits is None:
+        return {"exits": f"candidates after layers {candidates or '-'}; trained: none"}
+    heads = ", ".join(f"{head['depth']} ({'+'.join(head['reads'])}; {_use(head)})" for head in exits["heads"])
+    rest = [f"draft vocabulary {exits['draft_vocabulary']}"]
+    if exits["predictor_reads"] is not None:
+        rest.append(f"predictor on {', '.join(exits['predictor_reads'])}")
+    if exits["previous_threshold"] is not None:
+        rest.append(f"full depth after a token of over {exits['previous_threshold']:.3g} nats")
+    return {"exits": f"after layers {heads}", "": "; ".join(rest)}
+
+
+def _use(head: dict[str, Any]) -> str:
+    if not head["leaves"] or head["entropy_threshold"] is None:
+        return "drafts"
+    return f"under {head['entropy_threshold']:.3g} nats" if head["entropy_threshold"] else "never taken"
 
 
 def check(bundle: Path, device: str = "auto", threads: int | None = None) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Parity: does what runs here compute what the reference computed when the bundle was built?
 
-A bundle carries the reference's hidden states at every block boundary for a short text. The exporter compares each
-stage with them as it is built, and ``eexport verify`` does the same on the target, where there is no checkpoint.
+A bundle carries the reference's hidden states at every block boundary for a short text, and what head and exits make
+of them. The exporter compares each stage with them as it is built, and ``eexport verify`` does the same on the target,
+where there is no checkpoint.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,7 +22,29 @@ from eexport.runtime.positions import positions_for
 
 REFERENCE_NAME = "reference.npz"
 TOP = 64
-"""Logits kept per row of the reference."""
+"""How many logits of a row a reference keeps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Top:
+    """The likeliest of each row of logits.
+
+    Attributes:
+        ids: [T, K] best first.
+        logits: [T, K] theirs.
+    """
+
+    ids: NDArray[np.int64]
+    logits: Array
+
+    @classmethod
+    def of(cls, logits: Array) -> "Top":
+        """The ``TOP`` likeliest of logits [T, V], fewer where V is less."""
+        count = min(TOP, logits.shape[-1])
+        ids = np.argpartition(logits, -count, axis=-1)[:, -count:]
+        order = np.argsort(np.take_along_axis(logits, ids, axis=-1), axis=-1)[:, ::-1]
+        ids = np.take_along_axis(ids, order, axis=-1)
+        return cls(ids, np.take_along_axis(logits, ids, axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +53,64 @@ class Reference:
 
     Attributes:
         token_ids: [T].
-        hidden: [1 + blocks, T, D] fp32: after the embedding and after each block.
-        top_ids: [T, K] the likeliest tokens, best first.
-        top_logits: [T, K] their logits.
+        depths: [P] layers before each of ``hidden``, rising: 0, the end of each block, and what exits read besides.
+        hidden: [P, T, D] fp32.
+        tops: By the name of the stage with these logits.
+        exit_hidden: [T, D] fp32 that an exit head gives out, by its name.
     """
 
     token_ids: Array
+    depths: NDArray[np.int64]
     hidden: Array
-    top_ids: NDArray[np.int64]
-    top_logits: Array
+    tops: Mapping[str, Top]
+    exit_hidden: Mapping[str, Array]
+
+    def at(self, depth: int) -> Array:
+        """Hidden states [T, D] after ``depth`` layers."""
+        hidden: Array = self.hidden[int(np.searchsorted(self.depths, depth))]
+        return hidden
+
+    def sources(self, stage: StageSpec) -> list[Array]:
+        """What ``stage`` takes from other stages, [T] or [T, D] each."""
+        return [self._source(spec.name, stage.layers[0]) for spec in stage.sources]
+
+    def _source(self, name: str, depth: int) -> Array:
+        if name == "token_ids":
+            return self.token_ids
+        if name == "previous":
+            last = self.hidden[-1]
+            return np.concatenate([np.zeros_like(last[:1]), last[:-1]])
+        if name.startswith("hidden."):
+            return self.at(int(name.removeprefix("hidden.")))
+        return self.at(0 if name == "embedding" else depth)
 
     def save(self, folder: Path) -> None:
         """Write it into a bundle."""
-        np.savez(folder / REFERENCE_NAME, **dataclasses.asdict(self))
+        arrays = {"token_ids": self.token_ids, "depths": self.depths, "hidden": self.hidden}
+        for stage, top in self.tops.items():
+            arrays |= {f"{stage}.ids": top.ids, f"{stage}.logits": top.logits}
+        arrays |= {f"{stage}.hidden_out": hidden for stage, hidden in self.exit_hidden.items()}
+        np.savez(folder / REFERENCE_NAME, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, folder: Path) -> "Reference":
         """Read it from a bundle. Raises BundleError."""
         try:
-            with np.load(folder / REFERENCE_NAME) as arrays:
-                return cls(**{field.name: arrays[field.name] for field in dataclasses.fields(cls)})
+            with np.load(folder / REFERENCE_NAME) as file:
+                arrays = dict(file)
+            return cls(
+                arrays.pop("token_ids"),
+                arrays.pop("depths"),
+                arrays.pop("hidden"),
+                {name: Top(ids, arrays[f"{name}.logits"]) for name, ids in _ending_in(".ids", arrays)},
+                dict(_ending_in(".hidden_out", arrays)),
+            )
         except (OSError, EOFError, KeyError, ValueError, BadZipFile) as error:
             raise BundleError(f"{folder / REFERENCE_NAME}: cannot be read ({error}): build the bundle again") from None
+
+
+def _ending_in(end: str, arrays: Mapping[str, Array]) -> list[tuple[str, Any]]:
+    return [(name.removesuffix(end), array) for name, array in arrays.items() if name.endswith(end)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +140,27 @@ class StageRunner:
     def __init__(self, backend: Backend, folder: Path, model: ModelInfo, rows: RowsInfo) -> None:
         self._backend, self._folder, self._model, self._rows = backend, folder, model, rows
 
-    def run(self, stage: StageSpec, source: Array) -> Array:
-        """Output [T, D] or [T, V] of ``stage`` for token ids [T] or hidden states [T, D]."""
-        rows = len(source)
+    def run(self, stage: StageSpec, *sources: Array) -> list[Array]:
+        """Outputs of ``stage`` but for its caches, [T, D] or [T, V] each.
+
+        ``sources`` are token ids [T] or hidden states [T, D], in the order of ``stage.sources``.
+        """
+        rows = len(sources[0])
         sizes = {"B": 1, "T": rows, "C": -(-(rows + self._rows.spare) // 64) * 64}
+        results = [spec for spec in stage.outputs if not spec.name.startswith("present.")]
         buffers: dict[str, Buffer] = {}
-        for spec in (stage.inputs[0], stage.outputs[0], *stage.kv_inputs):
+        for spec in (*stage.sources, *results, *stage.kv_inputs):
             buffer = buffers[spec.name] = self._backend.allocate(spec.sized(**sizes), spec.dtype)
             if spec.name.startswith("past."):
                 buffers[spec.name.replace("past.", "present.", 1)] = buffer
-        if stage.kind == "block":
+        if stage.kv_inputs:
             positions, fill = positions_for(stage, self._model, self._rows, self._backend).bind(rows, sizes["C"])
             buffers.update(positions)
             fill(0)
-        result = buffers[stage.outputs[0].name]
-        buffers[stage.inputs[0].name].array[0] = source
+        for spec, source in zip(stage.sources, sources, strict=True):
+            buffers[spec.name].array[0] = source
         self._backend.load(self._folder / stage.graph, stage).bind(buffers)()
-        values: Array = result.array[0]
-        return values
+        return [buffers[spec.name].array[0] for spec in results]
 
 
 def compare(stage: str, found: Array, expected: Array) -> Parity:
@@ -111,11 +174,11 @@ def compare(stage: str, found: Array, expected: Array) -> Parity:
     return Parity(stage, float(cosines.mean()), float(cosines.min()), float(difference), float(relative))
 
 
-def compare_logits(stage: str, logits: Array, reference: Reference) -> Parity:
+def compare_logits(stage: str, logits: Array, top: Top) -> Parity:
     """Parity of logits [T, V], over the reference's likeliest tokens of each row."""
-    picked = np.take_along_axis(logits, reference.top_ids, axis=-1)  # [T, K]
-    agreement = float((logits.argmax(-1) == reference.top_ids[:, 0]).mean())
-    return dataclasses.replace(compare(stage, picked, reference.top_logits), argmax_agreement=agreement)
+    picked = np.take_along_axis(logits, top.ids, axis=-1)  # [T, K]
+    agreement = float((logits.argmax(-1) == top.ids[:, 0]).mean())
+    return dataclasses.replace(compare(stage, picked, top.logits), argmax_agreement=agreement)
 
 
 def failure(parity: Parity, least_cosine: float) -> str | None:
@@ -131,15 +194,22 @@ def verify_bundle(folder: Path, manifest: Manifest, backend: Backend) -> list[Pa
     """Parity of every stage alone, and of the whole chain (stage ``chain``), on this machine."""
     reference = Reference.load(folder)
     runner = StageRunner(backend, folder, manifest.model, manifest.rows)
-    embed, *blocks, head = manifest.stages
-    results = [compare(embed.name, runner.run(embed, reference.token_ids), reference.hidden[0])]
-    for index, block in enumerate(blocks):
-        results.append(compare(block.name, runner.run(block, reference.hidden[index]), reference.hidden[index + 1]))
-    results.append(compare_logits(head.name, runner.run(head, reference.hidden[-1]), reference))
+    results = [parity for stage in manifest.all_stages for parity in stage_parity(runner, stage, reference)]
     chain = Chain(folder, manifest, backend, len(reference.token_ids))
     ids = reference.token_ids.tolist()
-    results.append(compare_logits("chain", chain.forward(ids, len(ids)), reference))
+    results.append(compare_logits("chain", chain.forward(ids, len(ids)), reference.tops[manifest.stages[-1].name]))
     return results
+
+
+def stage_parity(runner: StageRunner, stage: StageSpec, reference: Reference) -> list[Parity]:
+    """Parity of ``stage`` fed with the reference's hidden states; an exit head's own hidden states have a row too."""
+    outputs = runner.run(stage, *reference.sources(stage))
+    if stage.kind in ("embed", "block"):
+        return [compare(stage.name, outputs[0], reference.at(stage.layers[1]))]
+    parities = [compare_logits(stage.name, outputs[-1], reference.tops[stage.name])]
+    if stage.kind == "exit":
+        parities.append(compare(f"{stage.name}.hidden", outputs[0], reference.exit_hidden[stage.name]))
+    return parities
 
 
 def rows_that_differ(chain: Chain, ids: Sequence[int], counts: Sequence[int]) -> dict[int, float]:

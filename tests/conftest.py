@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tiny import edit_tensors, make_checkpoint
+from tiny_exits import make_calibration
 
 from eexport.export.build import BuildOptions, build
 from eexport.models.checkpoint import open_checkpoint
+from eexport.models.exits_file import write_calibration
 from eexport.runtime.backend_ort import OrtBackend
 from eexport.runtime.chain import Chain
 from eexport.runtime.engine import Engine
@@ -43,6 +45,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
             made[key] = make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", arch, **options)
             if soft:
                 edit_tensors(made[key], _soften)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_calibration(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_calibration` for a checkpoint, written into a folder of its own."""
+    made: dict[str, Path] = {}
+
+    def make(checkpoint: Path, **options: Any) -> Path:
+        key = repr((checkpoint, sorted(options.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("calibration") / "tiny"
+            write_calibration(make_calibration(checkpoint, **options), made[key])
         return made[key]
 
     return make

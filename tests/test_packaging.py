@@ -22,7 +22,7 @@ FILES = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py"))]
 
 RUNTIME = {"click", "jinja2", "numpy", "onnxruntime", "rich", "tokenizers"}
 PROBE = {"matplotlib"}
-EXPORT = RUNTIME | {"gguf", "huggingface_hub", "onnx", "torch"}
+EXPORT = RUNTIME | {"gguf", "huggingface_hub", "onnx", "safetensors", "torch"}
 # What a folder may import: third-party modules, and folders of this project.
 ALLOWED = {
     "runtime": (RUNTIME, {"runtime"}),

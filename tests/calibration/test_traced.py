@@ -10,8 +10,8 @@ from tiny import edit_tensors, make_checkpoint
 
 from eexport.calibration.traced import TracedModel, cosine
 from eexport.calibration.traced_bundle import BundleModel
-from eexport.calibration.traced_checkpoint import CheckpointModel, checkpoint_identity
-from eexport.models.checkpoint import open_checkpoint
+from eexport.calibration.traced_checkpoint import CheckpointModel
+from eexport.models.checkpoint import checkpoint_identity, open_checkpoint
 from eexport.models.decoder import Decoder, LayerKV, rope_tables
 from eexport.runtime.backend_ort import OrtBackend
 from eexport.runtime.errors import EexportError

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from command import GRIN, Call
+from tiny_exits import make_calibration
 
+from eexport.models.exits_file import write_calibration
 from eexport.runtime import doctor
 from eexport.runtime.chat import Conversation, converse
 from eexport.runtime.engine import Engine, Prompt, Token
@@ -190,6 +192,29 @@ def test_inspect(call: Call, bundle: Path) -> None:
     assert facts["candidate_exits"] == [2] and facts["built_with"]["options"]["precision"] == "int8"
     shown = call("inspect", bundle).out
     assert "block_01" in shown and "per 1k tokens" in shown and "after layers 2" in shown and "\x1b" not in shown
+
+
+def test_a_bundle_with_trained_exits(call: Call, checkpoint: Path, tmp_path: Path) -> None:
+    """It is built, looked at, checked and run as any other."""
+    exits, out = tmp_path / "exits", tmp_path / "bundle"
+    write_calibration(make_calibration(checkpoint, {1: ("hidden",), 4: ("embedding", "previous")}), exits)
+    built = call("build", checkpoint, "-o", out, "--calibration", exits)
+    assert built.code == 0 and "blocks  2, of layers 0-1, 1-4" in built.out
+    told = json.loads(call("inspect", out, "--json").out)
+    assert [(head["depth"], head["reads"], head["leaves"]) for head in told["exits"]["heads"]] == [
+        (1, ["hidden"], True),
+        (4, ["embedding", "previous"], False),
+    ]
+    assert told["exits"]["heads"][0]["entropy_threshold"] == 0.5 and told["exits"]["draft_vocabulary"] == 64
+    on_disk = sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
+    assert sum(stage["bytes"] for stage in told["stages"]) + sum(told["shared_files"].values()) == on_disk
+    shown = call("inspect", out).out
+    assert "after layers 1 (hidden; under 0.5 nats), 4 (embedding+previous; drafts)" in shown
+    assert "draft vocabulary 64; predictor on hidden.1, hidden.2; full depth after a token of over 1.5 nats" in shown
+    verified = call("verify", out)
+    assert verified.code == 0 and "exit_04.hidden" in verified.out
+    assert call("run", out, "hi", "--max-tokens", 3).code == 0
+    assert call("bench", out, "--prompt-tokens", 20, "--tokens", 4, "--repeats", 1).code == 0
 
 
 def test_verify(call: Call, bundle: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from command import Call
 from tiny import edit_config, edit_tensors, make_checkpoint
+from tiny_exits import make_calibration
+
+from eexport.models.exits_file import write_calibration
 
 
 @pytest.fixture
@@ -41,6 +44,16 @@ def test_checkpoint_errors(call: Call, tmp_path: Path) -> None:
 def test_block_plans_that_do_not_fit(call: Call, checkpoint: Path, tmp_path: Path, blocks: str) -> None:
     assert f"--blocks {blocks}" in call("build", checkpoint, "-o", tmp_path / "out", "--blocks", blocks).error
     assert not list(tmp_path.iterdir())
+
+
+def test_calibrations_that_do_not_fit(call: Call, checkpoint: Path, tmp_path: Path) -> None:
+    other, exits, out = make_checkpoint(tmp_path / "other", layers=4, seed=1), tmp_path / "exits", tmp_path / "out"
+    write_calibration(make_calibration(other), exits)
+    told = call("build", checkpoint, "-o", out, "--calibration", exits).error
+    assert "is a calibration of other (" in told and "not of tiny (" in told
+    assert "no such folder" in call("build", checkpoint, "-o", out, "--calibration", tmp_path / "nowhere").error
+    assert "after layer 1" in call("build", other, "-o", out, "--calibration", exits, "--blocks", "2").error
+    assert not out.exists()
 
 
 def test_widths_that_the_precision_cannot_take(call: Call, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Where a model is cut."""
 
+import re
+
 import pytest
 
 from eexport.export.blocks import PlanError, plan_blocks
 
 
-def ends(layers: int, blocks: str) -> list[int]:
-    ranges = plan_blocks(layers, blocks)
+def ends(layers: int, blocks: str, exits: tuple[int, ...] = ()) -> list[int]:
+    ranges = plan_blocks(layers, blocks, exits)
     assert ranges[0][0] == 0 and ranges[-1][1] == layers
     assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
     assert all(start < end for start, end in ranges)
@@ -53,6 +55,32 @@ def test_auto_is_a_plan_for_every_depth() -> None:
 )
 def test_as_asked(layers: int, blocks: str, expected: list[int]) -> None:
     assert ends(layers, blocks) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "exits", "expected"),
+    [
+        (30, (8,), [4, 8, 16, 30]),
+        (30, (4, 8), [4, 8, 16, 30]),
+        (30, (10,), [4, 10, 16, 30]),
+        (30, (6, 12), [4, 6, 12, 30]),
+        (30, (6, 12, 20), [6, 12, 20, 30]),
+        (30, (3, 6, 12, 20), [3, 6, 12, 20, 30]),
+        (3, (1,), [1, 3]),
+    ],
+)
+def test_auto_ends_blocks_at_trained_exits(layers: int, exits: tuple[int, ...], expected: list[int]) -> None:
+    assert ends(layers, "auto", exits) == expected
+
+
+def test_trained_exits_that_no_block_ends_at() -> None:
+    assert ends(30, "4,8,16", (8, 16)) == [4, 8, 16, 30] == ends(30, "4,8,16", ())
+    assert ends(30, "2", (15,)) == [15, 30]
+    for blocks in ("2", "1", "4,8,20"):
+        with pytest.raises(PlanError, match=f"--blocks {blocks}: .* after layer 16, where the calibration") as caught:
+            plan_blocks(30, blocks, (16,))
+        (mended,) = re.findall(r"give (\S+) or auto", str(caught.value))
+        assert 16 in ends(30, mended, (16,))
 
 
 def test_any_number_of_blocks() -> None:

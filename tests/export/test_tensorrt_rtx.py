@@ -81,11 +81,18 @@ def with_capacity(model: onnx.ModelProto) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_stage_compiles(model: str, precision: str, tiny_checkpoint: Make, tiny_bundle: Make) -> None:
+def test_every_stage_compiles(
+    model: str, precision: str, tiny_checkpoint: Make, tiny_calibration: Make, tiny_bundle: Make
+) -> None:
+    """Exits too: a head that reads one thing, one that reads several, and the predictor."""
     arch, options = MODELS[model]
     folder = tiny_checkpoint(arch, soft=True, **options)
-    bundle = tiny_bundle(folder, precision=precision, dialect="standard", blocks="1")
-    for stage in read_manifest(bundle).stages:
+    layers = options.get("layers", 3)
+    exits = tiny_calibration(folder, heads={1: ("hidden",), layers: ("embedding", "previous", "hidden.1")})
+    bundle = tiny_bundle(folder, precision=precision, dialect="standard", calibration=exits)
+    stages = read_manifest(bundle).all_stages
+    assert [stage.kind for stage in stages[-3:]] == ["exit", "exit", "predictor"]
+    for stage in stages:
         assert compile_stage(bundle, stage) > 0
 
 

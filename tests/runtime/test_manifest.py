@@ -1,5 +1,6 @@
 """manifest.json: it comes back as it was written, and anything else is refused in one line."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import BundleError
+from eexport.runtime.exits import ExitRule
 from eexport.runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, check_files, read_manifest, sha256
 
 Make = Callable[..., Path]
@@ -145,3 +147,26 @@ def test_damaged_file_is_named(copy: Path, name: str) -> None:
     assert "missing" in refusal(copy)
     with pytest.raises(BundleError, match=name):
         Engine.load(copy)
+
+
+def test_exits_that_do_not_fit(
+    tmp_path: Path, tiny_checkpoint: Make, tiny_calibration: Make, tiny_bundle: Make
+) -> None:
+    checkpoint = tiny_checkpoint()
+    folder = tiny_bundle(checkpoint, calibration=tiny_calibration(checkpoint))
+    manifest = read_manifest(folder)
+    assert manifest.to_json() == (folder / MANIFEST_NAME).read_text(encoding="utf-8")
+    exits = manifest.exits
+    assert exits is not None
+
+    def damaged(**changes: Any) -> str:
+        (tmp_path / MANIFEST_NAME).write_text(dataclasses.replace(manifest, **changes).to_json(), encoding="utf-8")
+        return refusal(tmp_path)
+
+    fewer = dataclasses.replace(exits, rule=ExitRule((0.5,), 1.0))
+    assert "1 thresholds for 2 exits" in damaged(exits=fewer)
+    assert "predictor" in damaged(exits=dataclasses.replace(exits, heads=exits.heads[1:], rule=None))
+    assert "no block ends" in damaged(stages=(*manifest.stages[:2], manifest.stages[-1]))
+    assert "../ids.npy" in damaged(exits=dataclasses.replace(exits, draft_ids="../ids.npy"))
+    edit_manifest(tmp_path, lambda raw: raw["exits"].pop("heads"))
+    assert "damaged" in refusal(tmp_path)

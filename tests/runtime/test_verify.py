@@ -16,6 +16,7 @@ from eexport.runtime.verify import (
     REFERENCE_NAME,
     Parity,
     Reference,
+    Top,
     compare,
     compare_logits,
     failure,
@@ -55,8 +56,10 @@ def test_the_reference_is_what_the_decoder_computes(bundle: Path) -> None:
     manifest, reference = read_manifest(bundle), Reference.load(bundle)
     count = len(reference.token_ids)
     assert reference.hidden.shape == (1 + len(manifest.blocks), count, manifest.model.hidden_size)
-    assert reference.top_ids.shape == reference.top_logits.shape == (count, 64)
-    assert (np.diff(reference.top_logits, axis=-1) <= 0).all()
+    assert reference.depths.tolist() == [0, 2, 4]
+    top = reference.tops["head"]
+    assert top.ids.shape == top.logits.shape == (count, 64)
+    assert (np.diff(top.logits, axis=-1) <= 0).all()
 
 
 def test_a_wrong_stage_is_named(bundle: Path, tmp_path: Path, backend: Backend) -> None:
@@ -112,13 +115,14 @@ def test_rows_of_zeros_are_no_failure_of_their_own() -> None:
 
 
 def test_logits_are_compared_at_the_likeliest() -> None:
-    logits = rows(6, 40)
-    order = np.argsort(-logits, axis=-1)[:, :16]
-    reference = Reference(np.arange(6), rows(6, 8)[None], order, np.take_along_axis(logits, order, -1))
-    assert compare_logits("head", logits, reference).argmax_agreement == 1.0
+    logits = rows(6, 100)
+    top = Top.of(logits)
+    assert np.array_equal(top.ids, np.argsort(-logits, axis=-1)[:, :64])
+    assert np.array_equal(top.logits, np.take_along_axis(logits, top.ids, -1))
+    assert compare_logits("head", logits, top).argmax_agreement == 1.0
     flipped = logits.copy()
-    flipped[2, order[2, 1]] += 100
-    parity = compare_logits("head", flipped, reference)
+    flipped[2, top.ids[2, 1]] += 100
+    parity = compare_logits("head", flipped, top)
     assert parity.argmax_agreement == pytest.approx(5 / 6)
     assert parity.max_difference == pytest.approx(100, abs=1e-3)
     assert isinstance(parity, Parity)
@@ -143,3 +147,7 @@ def test_rows_that_differ() -> None:
     assert rows_that_differ(chain, range(8), (1, 2)) == {}
     assert rows_that_differ(chain, range(8), (2, 3, 4)) == {3: 0.5, 4: 0.5}
     assert chain.resets > 0
+
+
+def test_fewer_logits_than_are_kept() -> None:
+    assert Top.of(rows(3, 4)).ids.shape == (3, 4)

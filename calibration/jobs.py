@@ -1,0 +1,54 @@
+"""What texts a calibration has the model write: answers to given prompts, and to those that it completes itself."""
+
+from collections.abc import Sequence
+
+from eexport.calibration.corpus import Split
+from eexport.calibration.data import Encoded
+from eexport.calibration.generate import Job
+from eexport.calibration.synthesis import Beginnings
+from eexport.runtime.engine import common_prefix
+from eexport.runtime.text import TextCodec
+
+WRITTEN = "written"
+"""Source of a text whose prompt the model completed itself."""
+
+_MARK = "PROMPT"
+
+
+def make_jobs(
+    given: Sequence[Encoded], held_out: Sequence[Encoded], written: int, codec: TextCodec, bos: int | None, seed: int
+) -> list[Job]:
+    """Every text, in the order in which they are written.
+
+    Args:
+        given: The user's prompts, to train, tune and test with; one that is held out as well is left out.
+        held_out: Prompts to test with and nothing else.
+        written: How many more prompts the model is to complete.
+        codec: Its tokenizer and chat template.
+        bos: What a raw prompt begins with; None where that is nothing.
+        seed: Of what is completed.
+    """
+    kept = {encoded.hash for encoded in held_out}
+    before, closing = _turn(codec, bos)
+    jobs = [_given(encoded, before, None) for encoded in given if encoded.hash not in kept]
+    beginnings = Beginnings(seed)
+    for index in range(written):
+        one = beginnings[index]
+        ids = (*before, *codec.encode(one.text, add_special=False))
+        jobs.append(Job(one.kind, WRITTEN, ids, len(before), closing, seed=(seed << 32) + index))
+    return [*(_given(encoded, before, "test") for encoded in held_out), *jobs]
+
+
+def _given(encoded: Encoded, before: Sequence[int], split: Split | None) -> Job:
+    source = encoded.prompt.source.rpartition(":")[0]
+    first = min(common_prefix(encoded.ids, before), len(encoded.ids) - 1)
+    return Job(encoded.prompt.kind, source, encoded.ids, first, split=split)
+
+
+def _turn(codec: TextCodec, bos: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What stands before a user's message and between it and the answer; raw text has neither."""
+    if not codec.has_chat_template:
+        return (() if bos is None else (bos,)), ()
+    text = codec.render_chat([{"role": "user", "content": _MARK}])
+    before, _, closing = text.partition(_MARK)
+    return tuple(codec.encode(before, add_special=False)), tuple(codec.encode(closing, add_special=False))
