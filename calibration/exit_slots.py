@@ -184,4 +184,4 @@ def _likeliest(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[
     values = torch.from_numpy(logits)
     logprobs = torch.log_softmax(values, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return values.argmax(-1).numpy(), (entropy*1.001).numpy()
+    return values.argmax(-1).numpy(), entropy.clamp_min(0).numpy()

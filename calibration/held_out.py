@@ -140,7 +140,7 @@ def _correct(opened: Opened, corpus: Corpus, number: int, run_code: bool) -> flo
     encoded = opened.prompts.get(text.info.key)
     if encoded is None or encoded.cut:
         return float("nan")
-    answer = [*text.tokens[text.info.answer :].tolist(), int(text.top_ids[-1, 0])]
+    answer = text.tokens[text.info.answer :].tolist()  # without the end-of-text token, if there was one
     solved = score(encoded.prompt, opened.codec.decode(answer), run_code)
     return float("nan") if solved is None else float(solved)
 

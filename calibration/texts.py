@@ -44,7 +44,7 @@ class Request:
 
     data: Sequence[Path] = ()
     test_data: Sequence[Path] = ()
-    prompts: int = 4000
+    prompts: int = 3000
     prompt_tokens: int = 512
     lengths: Lengths = Lengths()
     max_disk: int = 12 << 30

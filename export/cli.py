@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from eexport.export.cli_calibrate import calibrate
+from eexport.export.cli_calibrate import calibrate as calibrate_command
+from eexport.export.cli_calibrate import calibrate_for
 from eexport.export.cli_options import JSON, PATH, PRECISION, WHERE, export_extra, option
 from eexport.export.cli_probe import probe
 from eexport.export.cli_run import bench, chat, run
@@ -37,7 +38,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (run, chat, bench, probe, calibrate):
+for _command in (run, chat, bench, probe, calibrate_command):
     cli.add_command(_command)
 
 
@@ -49,11 +50,15 @@ for _command in (run, chat, bench, probe, calibrate):
 @option("--block-size", "Weights per scale: 32, or faster 64 or 128.", int, default=32, show_default=True)
 @option("--dialect", "ONNX Runtime's operators or opset 24.", _DIALECT, default="ort", show_default=True)
 @option("--blocks", "auto, how many, or where they end: 4,8,16.", default="auto", show_default=True)
-@option("--calibration", "Folder of trained exits to build in.", PATH)
+@option(
+    "--calibration", "Trained exits to build in; models by name may bring some.", PATH, metavar="DIR"
+)
+@option("--calibrate", "Train exits first, into OUTPUT.calibration (hours).", is_flag=True)
+@option("--no-exits", "Leave out the exits that a model brings.", is_flag=True)
 @click.option("--exact/--not-exact", default=True, help="Keep a row's bits whatever runs beside it (5-15% of speed).")
 @option("--force", "Replace a bundle that is there.", is_flag=True)
 @JSON
-def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
+def build(checkpoint: str, output: Path, as_json: bool, calibrate: bool, no_exits: bool, **options: Any) -> None:
     """Build a bundle from a checkpoint.
 
     CHECKPOINT is a Hugging Face folder, a .gguf file, a model on the hub (org/name), or smollm2-135m-instruct or
@@ -64,7 +69,14 @@ def build(checkpoint: str, output: Path, as_json: bool, **options: Any) -> None:
         from eexport.export.build import build as build_bundle
         from eexport.models.checkpoint import open_checkpoint
         from eexport.models.errors import CheckpointError
+        from eexport.models.recipe import recipe_exits
 
+        if sum((calibrate, no_exits, options["calibration"] is not None)) > 1:
+            raise EexportError("--calibration, --calibrate and --no-exits exclude each other: give one")
+        if calibrate:
+            options["calibration"] = calibrate_for(checkpoint, output, options)
+        elif not no_exits and not Path(checkpoint).exists():
+            options["calibration"] = options["calibration"] or recipe_exits(checkpoint)
         try:
             opened = open_checkpoint(checkpoint)
             with progress("building") as step:

@@ -32,7 +32,7 @@ def _depths(_context: click.Context, _option: click.Parameter, text: str | None)
 @click.option("-o", "--output", type=PATH, required=True, help="Folder for the calibration.")
 @option("--data", "JSONL of prompts to calibrate with, plain or .gz.", PATH, multiple=True, metavar="FILE")
 @option("--test-data", "Prompts to report on only; by default a set of 128.", PATH, multiple=True, metavar="FILE")
-@option("--prompts", "To be written by the model itself.", click.IntRange(0), default=4000, show_default=True)
+@option("--prompts", "To be written by the model itself.", click.IntRange(0), default=3000, show_default=True)
 @option("--tokens", "Longest answer.", click.IntRange(2), default=160, show_default=True)
 @option("--prompt-tokens", "Longer prompts are cut.", click.IntRange(1), default=512, show_default=True)
 @option("--exits", "Depths of exits; by default those that pay.", callback=_depths, metavar="A,B,…")
@@ -120,6 +120,16 @@ def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> d
     if options["work"] is None:
         shutil.rmtree(work)
     return found.record
+
+
+def calibrate_for(checkpoint: str, output: Path, options: dict[str, Any]) -> Path:
+    """Calibrate with defaults for a build with ``options``; the folder, which is used again if it is there."""
+    folder = output.with_name(f"{output.name}.calibration")
+    if not folder.exists():
+        arguments = [checkpoint, "-o", str(folder), "--precision", options["precision"]]
+        given = calibrate.make_context("calibrate", arguments).params
+        run_calibration(given.pop("checkpoint"), given.pop("output"), given)
+    return folder
 
 
 def _blocks(exits: tuple[int, ...] | None) -> str:

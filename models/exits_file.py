@@ -6,6 +6,7 @@ would overflow. Bundles at int8 use the same grid, so building one from a calibr
 
 import hashlib
 import json
+import lzma
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -104,8 +105,11 @@ def _described(calibration: Calibration, data: bytes) -> dict[str, Any]:
 
 
 def _checked_bytes(path: Path, info: dict[str, Any]) -> bytes:
+    packed = path.with_name(f"{path.name}.xz")  # as those that come with this package are
     try:
-        data = path.read_bytes()
+        data = lzma.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
+    except lzma.LZMAError as error:
+        raise CheckpointError(f"{packed}: is damaged ({error}): copy the whole calibration again") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}): copy the whole calibration again") from None
     if len(data) != info["bytes"] or hashlib.sha256(data).hexdigest() != info["sha256"]:

@@ -46,6 +46,12 @@ def find_recipe(name: str) -> Recipe | None:
     return Recipe(name, raw["licence"], tuple(raw["requirements"]), tuple(raw["parts"]), raw["sha256"])
 
 
+def recipe_exits(name: str) -> Path | None:
+    """The folder of trained exits that come with the recipe of this name, if there are any."""
+    folder = _FOLDER / name
+    return folder if find_recipe(name) is not None and folder.is_dir() else None
+
+
 def fetch(recipe: Recipe) -> Path:
     """The model's file, out of the installed packages. Raises CheckpointError that says what to install."""
     parts = [_installed(recipe, part) for part in recipe.parts]

@@ -90,11 +90,11 @@ class TestSlots:
             final = slots.step([text[place] for text, place in zip(texts, at, strict=True)])
             assert slots.predictor_logits is not None
             for slot, (by_head, predicted, full) in enumerate(expected):
-                place = at[slot]
-                assert final[slot] == pytest.approx(full[place], abs=1e-4)
-                assert slots.predictor_logits[slot] == pytest.approx(predicted[place], abs=1e-4)
+                here = at[slot]
+                assert final[slot] == pytest.approx(full[here], abs=1e-4)
+                assert slots.predictor_logits[slot] == pytest.approx(predicted[here], abs=1e-4)
                 for found, logits in zip(slots.head_logits, by_head, strict=True):
-                    assert found[slot] == pytest.approx(logits[place], abs=1e-4)
+                    assert found[slot] == pytest.approx(logits[here], abs=1e-4)
                     assert logits.std() > 0.3, "the head has nothing to say"
 
     def test_read(self, backend: OrtBackend, tiny_checkpoint: Make, tiny_calibration: Make, tiny_bundle: Make) -> None:
@@ -128,6 +128,21 @@ class TestSlots:
                 for one, other in zip(alone, together, strict=True):
                     for field in dataclasses.fields(ExitRows):
                         assert np.array_equal(getattr(one, field.name), getattr(other, field.name)), field.name
+
+    def test_timing_leaves_everything_as_it_is(
+        self, backend: OrtBackend, tiny_checkpoint: Make, tiny_calibration: Make, tiny_bundle: Make
+    ) -> None:
+        checkpoint = tiny_checkpoint(layers=LAYERS)
+        place = tiny_calibration(checkpoint, heads=HEADS, predictor=(1, 2, 4))
+        bundle = tiny_bundle(checkpoint, calibration=place)
+        plain, timed = (open_slots(bundle, backend, 2) for _ in range(2))
+        for token in range(5, 12):
+            for slots in (plain, timed):
+                slots.step([token, token + 50])
+            seconds = timed.exit_seconds()
+            assert len(seconds) == len(HEADS) + 1 and min(seconds) > 0
+            for one, other in zip(plain.head_logits, timed.head_logits, strict=True):
+                assert np.array_equal(one, other)
 
     def test_without_a_predictor_no_exit_is_named(
         self, backend: OrtBackend, tiny_checkpoint: Make, tiny_calibration: Make, tiny_bundle: Make
@@ -216,6 +231,7 @@ class TestRecords:
         one, _ = record_exits(open_slots(bundle, backend, 1), corpus, numbers, lambda *_: None)
         other, _ = record_exits(open_slots(bundle, backend, 16), corpus, numbers[::-1], lambda *_: None)
         back = other.traces(np.full(len(numbers), np.nan)).pick(numbers[::-1])
+        assert other.pick(numbers[::-1]).accepted() == one.accepted()
         for name in ("lengths", "predicted", "entropy", "agrees", "final_entropy"):
             assert np.array_equal(getattr(one.traces(back.correct), name), getattr(back, name))
 
@@ -290,4 +306,7 @@ class TestAccepted:
             "math": [0, 0],
         }
         assert record.accepted(1)["code"] == [1, 0.5]
+        picked = record.pick([2, 1])
+        assert picked.kinds == ("code", "math") and picked.lengths.tolist() == [2, 1]
+        assert picked.rows.agrees.tolist() == [[True, True], [True, True], [False, False]]
         assert record.traces(np.ones(3)).agrees[:, 0].tolist() == [True, True, False, True, True]

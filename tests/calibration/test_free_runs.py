@@ -31,6 +31,7 @@ LAYERS, ANSWER, CAPACITY = 6, 14, 30
 NEVER, ALWAYS = ExitRule((0.0,) * 3, math.inf), ExitRule((100.0,) * 3, math.inf)
 # Of a vocabulary of 320, so at most ln 320 = 5.77 nats. Seldom exits where they are right.
 SOMETIMES, SELDOM = ExitRule((5.2, 5.2, 5.2), 5.3), ExitRule((5.0, 5.0, 5.1), 5.2)
+AFTER_SURE = ExitRule((5.5, 5.5, 5.5), 5.2)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def run(slots: ExitSlots, rule: ExitRule | None, count: int = 10) -> list[FreeRu
 
 
 class TestFreeRuns:
-    @pytest.mark.parametrize("rule", [NEVER, ALWAYS, SOMETIMES, SELDOM], ids=["never", "always", "sometimes", "seldom"])
+    @pytest.mark.parametrize("rule", [NEVER, ALWAYS, SOMETIMES, SELDOM, AFTER_SURE])
     def test_against_torch(self, rule: ExitRule, slots: ExitSlots, reference: ExitReference) -> None:
         told = list[tuple[int, int]]()
         found = run_freely(slots, prompts(10), rule, ANSWER, lambda *at: told.append(at))
@@ -140,7 +141,7 @@ class TestFreeRuns:
         after = run(own, ALWAYS)[place]
         assert (after.tokens, after.depths) == (before.tokens[: end + 1], before.depths[: end + 1])
 
-    @pytest.mark.parametrize("rule", [NEVER, ALWAYS, SOMETIMES, SELDOM, None])
+    @pytest.mark.parametrize("rule", [NEVER, ALWAYS, SOMETIMES, SELDOM, AFTER_SURE, None])
     def test_again_is_the_same_but_faster(
         self, rule: ExitRule | None, slots: ExitSlots, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -158,7 +159,7 @@ class TestFreeRuns:
             (one.tokens, one.depths, one.tried) for one in expected
         ]
         changed = any(one.tokens != other.tokens for one, other in zip(full, found, strict=True))
-        assert (steps > 0) == changed == (rule in (ALWAYS, SOMETIMES))
+        assert (steps > 0) == changed == (rule in (ALWAYS, SOMETIMES, AFTER_SURE))
         assert rule != SELDOM or any(depth < LAYERS for one in found for depth in one.depths)
 
     def test_a_rule_for_other_exits(self, slots: ExitSlots) -> None:
@@ -181,8 +182,8 @@ def encoded(ids: Sequence[int], kind: str = "math", answer: str = "1", **fields:
 
 
 def answer(tokens: Sequence[int], depths: Sequence[int], tried: int = 0) -> FreeRun:
-    none = np.zeros(0, np.int64)
-    return FreeRun(tuple(tokens), tuple(depths), tried, ExitRows(none, none, np.zeros(0, np.float32), none, none))
+    none, nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
+    return FreeRun(tuple(tokens), tuple(depths), tried, ExitRows(none, none, nothing, none, nothing))
 
 
 class TestAccuracy:
@@ -220,7 +221,7 @@ class TestAccuracy:
         mark = Marker(lambda tokens: " ".join(map(str, tokens)), run_code=False)
         assert (mark(encoded([5], answer="7"), [3, 7]), mark(encoded([5], answer="7"), [7, 3])) == (1, 0)
         assert math.isnan(mark(encoded([5], task=None), [7]))
-        assert math.isnan(mark(dataclasses.replace(encoded([5], answer="7"), cut=True), [7]))
+        assert math.isnan(mark(dataclasses.replace(encoded([5], answer="7"), cut=True), [3, 7]))
         code = encoded([6], "code", task="pass_at_1", entry_point="f", test="assert f() == 1")
         assert math.isnan(mark(code, [1]))
 
