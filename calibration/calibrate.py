@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from eexport.calibration.corpus import Corpus
+from eexport.calibration.corpus import SPLITS, Corpus
 from eexport.calibration.heads import scores
 from eexport.calibration.held_out import HeldOut, head_report, measure, predictor_report, rule_report
 from eexport.calibration.predictor import train_predictor
-from eexport.calibration.texts import BuildBundle, Opened, Request, built_bundle, write_texts
+from eexport.calibration.texts import BuildBundle, Opened, Request, built_bundle, open_corpus, write_texts
 from eexport.calibration.thresholds import ASSUMED, Budget, Chosen, choose
 from eexport.calibration.trials import Trained, Trainer, candidate_forms, choose_draft, trial_epochs, worth_it
 from eexport.models.exits import Calibration, ExitPredictor, Thresholds
@@ -31,7 +31,6 @@ from eexport.runtime.console import Progress
 from eexport.runtime.costs import CostTable, measure_costs
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import EexportError
-from eexport.runtime.manifest import read_manifest
 
 REPORTED = ("0.1pp", "0.5pp", "2pp", "0.5%tokens", "1%tokens", "2%tokens", "5%tokens")
 """Budgets whose thresholds are reported beside the one that was asked for."""
@@ -52,7 +51,7 @@ class Settings:
 
     epochs: float = 4.0
     exits: tuple[int, ...] | None = None
-    budget: Budget = Budget.parse("1%tokens")
+    budget: Budget = Budget.parse("2%tokens")
     confidence: float = 0.95
     run_code: bool = False
     seed: int = 0
@@ -67,21 +66,20 @@ def calibrate(
         EexportError: There is too little to train on, the disk is full, or a loss is not finite.
     """
     clock = _Clock()
+    corpus = open_corpus(opened, request, work / "texts")  # first, as it knows what the rest of the folder is of
     with clock.stage("build"):
         bundle = built_bundle(opened, work / "bundle", build, None, progress)
     with clock.stage("texts"):
-        corpus = write_texts(opened, request, work / "texts", bundle, progress)
+        write_texts(opened, request, corpus, bundle, progress)
     _check_splits(corpus)
     with clock.stage("costs"):
         costs = _costs(bundle, work / "costs.json", request.threads, progress)
     spec = opened.checkpoint.spec
-    boundaries = read_manifest(bundle).boundaries
+    boundaries = request.boundaries
     draft, coverage = choose_draft(corpus, costs, boundaries[len(boundaries) // 2], spec.vocab_size)
     trainer = Trainer(opened.checkpoint, corpus, draft, costs, work, settings.seed)
     with clock.stage("trials"):
         forms = candidate_forms(boundaries, spec.num_layers)
-        if settings.exits is not None:
-            forms = [form for form in forms if form.depth in (*settings.exits, spec.num_layers)]
         trials = [trainer.train(form, trial_epochs(settings.epochs), progress) for form in forms]
     with clock.stage("heads"):
         kept = worth_it(trials, spec.num_layers) if settings.exits is None else forms
@@ -119,6 +117,7 @@ def calibrate(
         "thresholds": {
             "chosen": _rule(chosen[str(settings.budget)]),
             "assumed": ASSUMED,
+            "differing_rows": held.differing,
             "budgets": [{**_rule(found), "held_out": rule_report(held, found.rule)} for found in chosen.values()],
         },
         "costs": asdict(costs),
@@ -148,8 +147,8 @@ class _Clock:
 
 
 def _check_splits(corpus: Corpus) -> None:
-    for split in ("train", "predictor", "tune", "test"):
-        if not corpus.of(split):  # type: ignore[arg-type]
+    for split in SPLITS:
+        if not corpus.of(split):
             raise EexportError(
                 f"no text is left to {split} with: {len(corpus)} are too few, give more --prompts or --data"
             )
@@ -185,8 +184,8 @@ def _predictor(
 
 def _chosen(held: HeldOut, settings: Settings) -> dict[str, Chosen]:
     """Thresholds for every budget, the one that was asked for among them."""
-    budgets = dict.fromkeys([str(settings.budget), *REPORTED])
-    return {name: choose(held.tune, Budget.parse(name), settings.confidence, settings.seed) for name in budgets}
+    budgets = {str(budget): budget for budget in (*map(Budget.parse, REPORTED), settings.budget)}
+    return {name: choose(held.tune, one, settings.confidence, settings.seed) for name, one in budgets.items()}
 
 
 def _name(calibration: Calibration) -> str:
@@ -203,8 +202,8 @@ def _name(calibration: Calibration) -> str:
 
 def _data(corpus: Corpus, opened: Opened) -> dict[str, Any]:
     splits = {}
-    for split in ("train", "predictor", "tune", "test"):
-        infos = [corpus.infos[number] for number in corpus.of(split)]  # type: ignore[arg-type]
+    for split in SPLITS:
+        infos = [corpus.infos[number] for number in corpus.of(split)]
         splits[split] = {
             "texts": len(infos),
             "tokens": sum(info.length - info.first for info in infos),

@@ -6,7 +6,8 @@ The light theme's colours stand for names: in the SVG each becomes ``var(--name)
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -47,6 +48,8 @@ PALETTE = {
 
 STYLES = ("-", "--", "-.", ":", (0, (5, 1.5, 1, 1.5, 1, 1.5)))
 KNOWN_KINDS = ("code", "json", "math", "text")
+Bars = tuple[str, Sequence[float | None], str]
+"""A series of bars: label, values, and the name of a colour."""
 WIDTH = 4.6  # inches; 331 points, so that text keeps its size on a phone 360 pixels wide
 _RC = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so PNGs are the same everywhere
@@ -76,38 +79,54 @@ _RC = {
     "lines.markersize": 4,
     "svg.fonttype": "none",
 }
+PERCENT = FuncFormatter(lambda value, _: f"{100 * value:.4g}%")
+_DPI = 200
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chart:
     """A figure: ``name`` is its file's stem and the prefix of its ids, ``caption`` says what it shows."""
 
     name: str
     title: str
     caption: str
-    png: bytes
     svg: str
+    figure: Figure
+
+    @property
+    def png(self) -> bytes:
+        """The same as PNG, rendered anew each time."""
+        png = io.BytesIO()
+        with _style(self.name):
+            self.figure.savefig(png, format="png", dpi=_DPI, metadata={"Software": None})
+        return png.getvalue()
 
 
 def chart(name: str, title: str, caption: str, draw: Callable[[Axes], None], height: float = 2.9) -> Chart:
-    """Draw a figure of ``height`` inches once and render it in both forms; the same input gives the same bytes."""
-    settings: Any = {**_RC, "svg.hashsalt": name}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # in PNGs a kind's name may show as boxes
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    """Draw a figure of ``height`` inches; the same input gives the same bytes."""
+    with _style(name):
+        figure = Figure(figsize=(WIDTH, height), dpi=_DPI, layout="constrained")
         axes = figure.subplots()
         axes.set_title(title)
         draw(axes)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=_columns(labels))
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+        figure.draw_without_rendering()
         figure.set_layout_engine("none")  # it is laid out; once is enough
+        svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    return Chart(name, title, caption, png.getvalue(), _themed(svg.getvalue(), name, f"{title}. {caption}"))
+    return Chart(name, title, caption, _themed(svg.getvalue(), name, f"{title}. {caption}"), figure)
+
+
+@contextmanager
+def _style(name: str) -> Iterator[None]:
+    settings: Any = {**_RC, "svg.hashsalt": name}
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # in PNGs a kind's name may show as boxes
+        yield
 
 
 def colour(name: str) -> str:
@@ -141,7 +160,68 @@ def layers_axis(axes: Axes, num_layers: int) -> None:
 
 def percent_axis(axes: Axes) -> None:
     """Shares shown as percent on the y axis."""
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.4g}%"))
+    axes.yaxis.set_major_formatter(PERCENT)
+
+
+def depth_colour(index: int, count: int) -> str:
+    """The name of the colour of one of ``count`` depths, counted from the shallowest."""
+    return f"deep-{round(index * 4 / max(1, count - 1))}"
+
+
+def grouped_bars(
+    axes: Axes, groups: Sequence[str], bars: Sequence[Bars], start: float = 0, marks: Sequence[float | None] = ()
+) -> None:
+    """Lying bars from ``start`` on, a bar of each series for every group from the top down.
+
+    Args:
+        axes: Where to draw.
+        groups: G of them by name.
+        bars: The series, G values each.
+        start: Where bars begin.
+        marks: A diamond for each group, or none.
+    """
+    height = 0.8 / len(bars)
+    for number, (text, values, name) in enumerate(bars):
+        places = [place + (number - (len(bars) - 1) / 2) * height for place in range(len(groups))]
+        lengths = [value - start for value in numbers(values)]
+        axes.barh(places, lengths, 0.85 * height, left=start, color=colour(name), label=text)
+    if marks:
+        axes.plot(numbers(marks), range(len(groups)), "D", color=colour("ink"), markersize=4.5)
+    groups_axis(axes, groups)
+
+
+def groups_axis(axes: Axes, groups: Sequence[str]) -> None:
+    """Groups of lying bars by name, from the top down."""
+    axes.set_yticks(range(len(groups)), groups)
+    axes.tick_params(axis="y", labelcolor=colour("ink"), length=0)
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+
+
+def bars_height(groups: int, bars: int) -> float:
+    """Inches that a figure of ``grouped_bars`` takes."""
+    return 0.9 + 0.13 * (bars + 1) * groups
+
+
+def errorbars(axes: Axes, points: Sequence[Mapping[str, Any]], key: str, scale: float, tint: str, text: str) -> None:
+    """The values at ``key`` of points with their intervals, over the share of layers that each skips."""
+    values = [point[key]["value"] for point in points]
+    bounds = [
+        [scale * abs(value - (value if (bound := point[key][side]) is None else bound)) for value, point in pairs]
+        for side in ("low", "high")
+        for pairs in [list(zip(values, points, strict=True))]
+    ]
+    axes.errorbar(
+        [100 * point["skip"] for point in points],
+        [scale * value for value in values],
+        yerr=bounds,
+        fmt="o-",
+        color=tint,
+        linewidth=1.1,
+        elinewidth=0.6,
+        capsize=2,
+        label=text,
+    )
 
 
 def numbers(values: Sequence[float | None]) -> list[float]:

@@ -5,24 +5,30 @@ shard, D hidden width, K likeliest tokens kept. Row t of a text is what the mode
 """
 
 import bisect
+import io
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eexport.runtime.errors import EexportError
+from eexport.runtime.files import write_whole
 
 Split = Literal["train", "predictor", "tune", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 TOP = 8
 """Likeliest tokens kept of each row."""
 
 _TEXTS = "texts.json"
+_COLUMNS = ("tokens", "top_ids", "top_logprobs", "entropy")  # fields of Text; hidden states are hidden.{depth}
+_MAPPED = 32  # shards at a time: every mapped file keeps a descriptor, of which a process may have 1024
 
 
 @dataclass(frozen=True)
@@ -95,33 +101,40 @@ class Corpus:
         self._folder = folder
         meta = folder / "settings.json"
         wanted = json.loads(json.dumps(settings))
+        if not meta.exists():
+            write_whole(meta, (json.dumps(wanted, indent=1) + "\n").encode(), "the texts")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not meta.exists():
-                meta.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
             found = json.loads(meta.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise EexportError(f"{meta}: cannot be used ({error}): give another -o, or --force") from None
-        if found != wanted:
-            differing = next(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
+            differing = next((key for key in {**wanted, **found} if found.get(key) != wanted.get(key)), None)
+        except (OSError, ValueError, TypeError) as error:
             raise EexportError(
-                f"{folder}: holds texts made with another {differing}: give another -o, or --force to make them again"
+                f"{meta}: cannot be used ({error}): give another --work, or remove {folder.parent}"
+            ) from None
+        if differing is not None:
+            raise EexportError(
+                f"{folder}: holds texts that were made with other settings ({differing}): give another --work, or "
+                f"remove {folder.parent} to begin anew"
             )
         self._shards: list[_Shard] = []
         self._starts: list[int] = []
+        self._columns = lru_cache(_MAPPED)(lambda shard: self._shards[shard].columns())
         self.infos: list[TextInfo] = []
         for partial in folder.glob(".shard-*"):
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
         while (place := self._place(len(self._shards))).is_dir():
             self._open(place)
 
     def __len__(self) -> int:
+        """Texts written so far."""
         return len(self.infos)
 
     def __getitem__(self, index: int) -> Text:
         """Text number ``index``; its arrays are views of the files."""
         shard = bisect.bisect_right(self._starts, index) - 1
-        return self._shards[shard].text(self.infos[index], index - self._starts[shard])
+        rows = self._shards[shard].rows(index - self._starts[shard])
+        columns = {name: values[rows] for name, values in self._columns(shard).items()}
+        hidden = {int(name.partition(".")[2]): values for name, values in columns.items() if name not in _COLUMNS}
+        return Text(self.infos[index], hidden=hidden, **{name: columns[name] for name in _COLUMNS})
 
     @property
     def tokens(self) -> int:
@@ -139,9 +152,11 @@ class Corpus:
         try:
             partial.mkdir()
             for name, arrays in _columns(texts).items():
-                np.save(partial / f"{name}.npy", np.concatenate(arrays))
+                _save(partial / f"{name}.npy", np.concatenate(arrays))
             described = json.dumps([asdict(text.info) for text in texts])
             (partial / _TEXTS).write_text(described, encoding="utf-8")
+            if place.exists():  # what follows on a shard that was removed
+                shutil.rmtree(place)
             partial.rename(place)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -159,26 +174,37 @@ class Corpus:
 
 
 class _Shard:
-    def __init__(self, folder: Path) -> None:
-        try:
-            rows = json.loads((folder / _TEXTS).read_text(encoding="utf-8"))
-            self.infos = [TextInfo(**row) for row in rows]
-            self._columns = {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
-        except (OSError, ValueError, TypeError) as error:
-            raise EexportError(f"{folder}: is damaged ({error}): remove it, and it is made again") from None
-        self._offsets = np.cumsum([0, *(info.length for info in self.infos)])
+    """A folder of texts."""
 
-    def text(self, info: TextInfo, index: int) -> Text:
-        rows = slice(self._offsets[index], self._offsets[index + 1])
-        column = {name: values[rows] for name, values in self._columns.items()}
-        hidden = {int(name.removeprefix("hidden.")): column.pop(name) for name in list(column) if "." in name}
-        return Text(info, hidden=hidden, **column)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self.infos = [TextInfo(**row) for row in json.loads((folder / _TEXTS).read_text(encoding="utf-8"))]
+            self._offsets = np.cumsum([0, *(info.length for info in self.infos)])
+            lengths = {name: len(values) for name, values in self.columns().items()}
+            if not lengths.keys() > set(_COLUMNS) or set(lengths.values()) != {self._offsets[-1]}:
+                raise ValueError(f"expected {self._offsets[-1]} rows of every kind, found {lengths}")
+        except (OSError, EOFError, ValueError, TypeError) as error:
+            raise EexportError(f"{folder}: is damaged ({error}): remove it, and it is made again") from None
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The arrays of all its texts, by the names of their files."""
+        return {path.stem: np.load(path, mmap_mode="r") for path in self._folder.glob("*.npy")}
+
+    def rows(self, index: int) -> slice:
+        """Where the text of this number stands in them."""
+        return slice(self._offsets[index], self._offsets[index + 1])
+
+
+def _save(path: Path, array: NDArray[Any]) -> None:
+    """``np.save``, which does not notice when the disk is full at the end of a file."""
+    content = io.BytesIO()
+    np.save(content, array)
+    path.write_bytes(content.getbuffer())
 
 
 def _columns(texts: Sequence[Text]) -> dict[str, list[NDArray[Any]]]:
-    columns: dict[str, list[NDArray[Any]]] = {
-        name: [getattr(text, name) for text in texts] for name in ("tokens", "top_ids", "top_logprobs", "entropy")
-    }
+    columns: dict[str, list[NDArray[Any]]] = {name: [getattr(text, name) for text in texts] for name in _COLUMNS}
     for depth in texts[0].hidden:
         columns[f"hidden.{depth}"] = [text.hidden[depth] for text in texts]
     return columns

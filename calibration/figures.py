@@ -10,6 +10,7 @@ from eexport.calibration.charts import (
     Chart,
     chart,
     colour,
+    errorbars,
     kind_colours,
     label,
     layers_axis,
@@ -134,7 +135,7 @@ def losses(report: Report) -> list[Chart]:
             for number, budget in enumerate(found["budgets"]):
                 text = "budgets: " + ", ".join(row["budget"] for row in found["budgets"]) if number == 0 else None
                 axes.axhline(100 * budget["allowed"], color=colour("part-3"), linewidth=0.8, linestyle=":", label=text)
-            _errorbars(axes, points, "loss", 100, colour(name), "oracle, 95% interval")
+            errorbars(axes, points, "loss", 100, colour(name), "oracle, 95% interval")
             last = -1.0
             for point in points:
                 if point["skip"] - last > 0.02:
@@ -151,33 +152,13 @@ def losses(report: Report) -> list[Chart]:
     return made
 
 
-def _errorbars(axes: Axes, points: Sequence[Report], key: str, scale: float, tint: str, text: str) -> None:
-    values = [point[key]["value"] for point in points]
-    bounds = [
-        [scale * abs(value - (value if (bound := point[key][side]) is None else bound)) for value, point in pairs]
-        for side in ("low", "high")
-        for pairs in [list(zip(values, points, strict=True))]
-    ]
-    axes.errorbar(
-        [100 * point["skip"] for point in points],
-        [scale * value for value in values],
-        yerr=bounds,
-        fmt="o-",
-        color=tint,
-        linewidth=1.1,
-        elinewidth=0.6,
-        capsize=2,
-        label=text,
-    )
-
-
 def divergence(report: Report) -> Chart:
     """How far the oracles' distributions are from the full model's."""
     names = kind_colours(kinds_of(report))
 
     def paint(axes: Axes) -> None:
         for kind in kinds_of(report):
-            _errorbars(axes, report["oracle"][kind]["points"], "divergence", 1, colour(names[kind]), label(kind))
+            errorbars(axes, report["oracle"][kind]["points"], "divergence", 1, colour(names[kind]), label(kind))
         axes.set_xlabel("layers skipped (%)")
         axes.set_ylabel("KL divergence (nats a token)")
         axes.set_ylim(bottom=0)

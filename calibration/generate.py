@@ -5,7 +5,7 @@ the model then completes by sampling before it answers (``synthesis``).
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ from eexport.runtime.errors import EexportError
 SHARD = 128
 """Texts of a shard; an interruption loses those that are not in one yet."""
 
+_TENTHS: tuple[Split, ...] = (*("train",) * 7, "predictor", "tune", "test")
 _TEMPERATURE, _TOP_P, _CANDIDATES = 0.8, 0.95, 50  # of prompts that the model writes: varied, and still prompts
 
 
@@ -33,7 +34,7 @@ class Job:
         first: As ``TextInfo.first``.
         closing: What closes a user's message that the model is to complete; empty where the prompt is whole.
         seed: Of that sampling.
-        split: What the text is for; None divides by the prompt's hash.
+        split: What the text is for, and any other with the same prompt; None divides by the prompt's hash.
     """
 
     kind: str
@@ -55,8 +56,7 @@ class Lengths:
 
 def divide(key: str) -> Split:
     """What a text is for, 70:10:10:10, by its prompt's hash: equal prompts never part."""
-    place = int(key[:8], 16) % 10
-    return "train" if place < 7 else ("predictor", "tune", "test")[place - 7]  # type: ignore[return-value]
+    return _TENTHS[int(key[:8], 16) % 10]
 
 
 def prompt_key(kind: str, ids: Sequence[int]) -> str:
@@ -75,6 +75,7 @@ def generate(
         EexportError: The activations are not finite, or the disk is full.
     """
     eos = frozenset(slots.manifest.model.eos_token_ids)
+    reserved = {job.ids: job.split for job in jobs if job.split is not None}
     begin = len(corpus)
     waiting: Iterator[tuple[int, Job]] = iter(list(enumerate(jobs))[begin:])
     finished: dict[int, Text] = {}
@@ -92,7 +93,7 @@ def generate(
             )
         for slot, writer in enumerate(writers):
             if writer is not None and writer.put(rows, states, slot):
-                finished[writer.number] = writer.text()
+                finished[writer.number] = writer.text(reserved)
                 writer = writers[slot] = _next(waiting, lengths, eos)
                 slots.lengths[slot] = 0
             if writer is None:
@@ -154,10 +155,11 @@ class _Writer:
         self._forced.append(likeliest)
         return False
 
-    def text(self) -> Text:
+    def text(self, reserved: Mapping[tuple[int, ...], Split]) -> Text:
         ids, logprobs, entropy = zip(*self.columns, strict=True)
-        key = prompt_key(self.job.kind, self.tokens[: self.answer])
-        split = self.job.split or divide(key)
+        prompt = tuple(self.tokens[: self.answer])
+        key = prompt_key(self.job.kind, prompt)
+        split = reserved.get(prompt) or divide(key)
         info = TextInfo(
             key, self.job.kind, self.job.source, split, self.job.first, self.answer, length=len(self.tokens)
         )

@@ -35,7 +35,7 @@ def required_exits(agrees: NDArray[np.bool_]) -> Classes:
     [0, 2, 1, 2]
     """
     stable = np.logical_and.accumulate(agrees[:, ::-1], axis=1)  # [N, E] agrees from here down, deepest first
-    return agrees.shape[1] - stable.sum(axis=1)
+    return np.asarray(agrees.shape[1] - stable.sum(axis=1), np.int64)
 
 
 def train_predictor(

@@ -5,15 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from eexport.calibration import words
+from eexport.calibration.page import render
 from eexport.runtime.files import write_whole
 
 CHARTS = "charts"
 ENTROPY_STEPS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Nats at which the heat map's colour changes."""
-SKIPPED_SHOWN = 20
 
 
 def write_report(report: Mapping[str, Any], folder: Path) -> None:
@@ -23,7 +21,7 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
         EexportError: A file cannot be written.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from eexport.calibration import charts, figures
+    from eexport.calibration import figures
 
     text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Half a surrogate pair, which JSON may hold and UTF-8 may not, is escaped.
@@ -35,39 +33,19 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
     for path in (folder / CHARTS).glob("*.png"):
         if path.name not in pictures:  # of an earlier report on other data
             path.unlink()
-    page = _page(report, drawn, charts.PALETTE)
-    write_whole(folder / "report.html", page.encode("utf-8", "xmlcharrefreplace"), "the report")
-
-
-def _page(report: Mapping[str, Any], drawn: Mapping[str, Any], palette: Mapping[str, tuple[str, str]]) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        percent=words.percent,
-        number=words.number,
-        times=words.times,
-        points=words.points,
-        policy=words.policy_words,
-        forecast=words.forecast_name,
-    )
-    return environment.get_template("report.html.jinja").render(
+    page = render(
+        "report.html.jinja",
         report=report,
         kinds=words.kinds_of(report),
         groups=[*([words.ALL] if len(words.kinds_of(report)) > 1 else []), *words.kinds_of(report)],
         whole=words.ALL,
         charts=drawn,
-        palette=palette,
         heatmaps=[heat_rows(heatmap, report["depths"]) for heatmap in report["heatmaps"]],
         entropy_steps=ENTROPY_STEPS,
-        skipped_shown=SKIPPED_SHOWN,
         paper_layer_use=words.PAPER_LAYER_USE,
         **words.verdict(report),
     )
+    write_whole(folder / "report.html", page, "the report")
 
 
 def heat_rows(heatmap: Mapping[str, Any], depths: list[int]) -> dict[str, Any]:

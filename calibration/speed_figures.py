@@ -9,8 +9,11 @@ from matplotlib.ticker import MaxNLocator
 from eexport.calibration.charts import (
     STYLES,
     Chart,
+    bars_height,
     chart,
     colour,
+    depth_colour,
+    grouped_bars,
     kind_colours,
     label,
     layers_axis,
@@ -32,7 +35,7 @@ def drafts(report: Report) -> Chart:
     def paint(axes: Axes) -> None:
         axes.plot(found["lengths"], numbers(found["lookup"]), "--s", label="n-gram lookup", color=colour("part-3"))
         for index, depth in enumerate(shown):
-            tint = colour(f"deep-{round(index * 4 / max(1, len(shown) - 1))}")
+            tint = colour(depth_colour(index, len(shown)))
             axes.plot(found["lengths"], numbers(found["exits"][depth]), "-o", label=f"layer {depth}", color=tint)
         axes.set_xlabel("tokens drafted")
         axes.set_ylabel("accepted tokens")
@@ -117,27 +120,24 @@ def speedups(report: Report) -> list[Chart]:
         rows = [row for row in prediction["forecasts"] if row["name"] != "full"]
 
         def paint(axes: Axes, rows: Sequence[Report] = rows) -> None:
-            height = 0.8 / len(kinds)
-            for number, kind in enumerate(kinds):
-                places = [place + (number - (len(kinds) - 1) / 2) * height for place in range(len(rows))]
-                gains = [row["speedup"][kind] - 1 for row in rows]
-                axes.barh(places, gains, 0.85 * height, left=1, color=colour(names[kind]), label=label(kind))
-            means = [row["speedup"]["all"] for row in rows]
-            if len(kinds) > 1:
-                axes.plot(means, range(len(rows)), "D", color=colour("ink"), markersize=4.5)
-            axes.axvline(1, color=colour("muted"), linewidth=1)
-            axes.set_yticks(range(len(rows)), [forecast_name(row["name"]).replace(", ", ",\n") for row in rows])
-            axes.tick_params(axis="y", labelcolor=colour("ink"), length=0)
-            axes.invert_yaxis()
-            axes.grid(False, axis="y")
-            axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # with 1 among them
-            axes.set_xlabel("speed against every layer for every token")
+            bars = [(label(kind), [row["speedup"][kind] for row in rows], names[kind]) for kind in kinds]
+            means = [row["speedup"]["all"] for row in rows] if len(kinds) > 1 else []
+            policies = [forecast_name(row["name"]).replace(", ", ",\n") for row in rows]
+            grouped_bars(axes, policies, bars, start=1, marks=means)
+            speed_axis(axes)
 
         title = "Predicted speed-up" if index == 0 else "Predicted, rows nearly free"
         caption = f"{prediction['device']}. Left of 1 is slower than running every layer."
         caption += " Diamonds: geometric mean over the kinds." if len(kinds) > 1 else ""
-        made.append(chart(f"speedup_{index}", title, caption, paint, height=0.9 + 0.13 * (len(kinds) + 1) * len(rows)))
+        made.append(chart(f"speedup_{index}", title, caption, paint, height=bars_height(len(rows), len(kinds))))
     return made
+
+
+def speed_axis(axes: Axes) -> None:
+    """Speeds on the x axis, with a line where nothing is won."""
+    axes.axvline(1, color=colour("muted"), linewidth=1)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))  # with 1 among them
+    axes.set_xlabel("speed against every layer for every token")
 
 
 def breakeven(report: Report) -> Chart | None:

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer
 from eexport.calibration.corpus import Corpus, bytes_per_token
 from eexport.calibration.data import Encoded, Skipped, builtin_prompts, encode, interleave, read_prompts
 from eexport.calibration.generate import Job, Lengths, generate
-from eexport.calibration.jobs import make_jobs
+from eexport.calibration.jobs import WRITTEN, make_jobs
 from eexport.calibration.slots import Slots
 from eexport.models.checkpoint import Checkpoint, checkpoint_identity
+from eexport.models.exits import PREDICTOR_LAYERS
 from eexport.runtime.console import Progress
 from eexport.runtime.device import available_memory, open_backend
 from eexport.runtime.errors import EexportError
@@ -37,6 +38,8 @@ class Request:
         prompts: How many more prompts the model completes itself.
         prompt_tokens: Longer prompts are cut.
         lengths: Of answers, and of what the model adds to a prompt.
+        precision: Of the bundle that writes.
+        boundaries: Depths at which its blocks end, short of the model's own.
         max_disk: Most bytes that the texts may take.
         seed: Of what is sampled.
         threads: CPU threads; None is all that this process may use.
@@ -47,6 +50,8 @@ class Request:
     prompts: int = 3000
     prompt_tokens: int = 512
     lengths: Lengths = Lengths()
+    precision: str = "int8"
+    boundaries: tuple[int, ...] = ()
     max_disk: int = 12 << 30
     seed: int = 0
     threads: int | None = None
@@ -61,6 +66,7 @@ class Opened:
         identity: ``checkpoint_identity`` of it.
         codec: Its tokenizer and chat template.
         jobs: The texts, in order.
+        depths: Those of which the texts keep hidden states.
         prompts: Those that were given and not written, by their hash.
         skipped: Rows of the data that cannot be used.
         notes: What the user should know, a line each.
@@ -70,16 +76,17 @@ class Opened:
     identity: str
     codec: TextCodec
     jobs: Sequence[Job]
+    depths: Sequence[int]
     prompts: Mapping[str, Encoded]
     skipped: Sequence[Skipped]
     notes: Sequence[str]
 
 
-def open_texts(checkpoint: Checkpoint, request: Request, depths: int) -> Opened:
-    """Read the data and plan the texts, whose hidden states are kept at ``depths`` depths.
+def open_texts(checkpoint: Checkpoint, request: Request) -> Opened:
+    """Read the data and plan the texts.
 
     Raises:
-        EexportError: The data cannot be used, or the disk has no room for a useful number of texts.
+        EexportError: The data cannot be used, or there is no room for a useful number of texts.
     """
     spec, files = checkpoint.spec, checkpoint.tokenizer
     codec = TextCodec(
@@ -98,45 +105,57 @@ def open_texts(checkpoint: Checkpoint, request: Request, depths: int) -> Opened:
 
     given = prompts(request.data) if request.data else []
     held_out = prompts(request.test_data)
-    jobs = make_jobs(given, held_out, request.prompts, codec, spec.bos_token_id, request.seed)
-    kept, notes = _within(jobs, request, bytes_per_token(depths, spec.hidden_size))
+    jobs = make_jobs(given, held_out, request.prompts, codec, request.seed)
+    if all(job.split is not None for job in jobs):
+        raise EexportError("there is nothing to train on: give --prompts, --data or both")
+    if (longest := max(map(_tokens_of(request), jobs))) > spec.context_length:
+        raise EexportError(
+            f"--prompts: one that the model writes itself and its answer take up to {longest} tokens, the context is "
+            f"{spec.context_length}: lower --tokens, or give 0 --prompts and --data"
+        )
+    depths = sorted({*range(1, min(PREDICTOR_LAYERS, spec.num_layers) + 1), *request.boundaries, spec.num_layers})
+    kept, notes = _within(jobs, request, bytes_per_token(len(depths), spec.hidden_size))
     known = {encoded.hash: encoded for encoded in (*given, *held_out)}
-    return Opened(checkpoint, checkpoint_identity(checkpoint), codec, kept, known, skipped, notes)
+    return Opened(checkpoint, checkpoint_identity(checkpoint), codec, kept, depths, known, skipped, notes)
 
 
-def write_texts(opened: Opened, request: Request, work: Path, bundle: Path, progress: Progress) -> Corpus:
-    """Have ``bundle`` write the texts into ``work``, going on from what is there.
+def open_corpus(opened: Opened, request: Request, work: Path) -> Corpus:
+    """The texts that are in ``work`` so far; none where it is new.
 
     Raises:
-        EexportError: ``work`` holds other texts, or has no room.
+        EexportError: ``work`` holds other texts, or has no room for what is left to write.
     """
-    manifest = read_manifest(bundle)
-    depths = sorted({d for b in manifest.blocks for d in (*b.hidden_layers, b.layers[1])})
-    given = repr([job for job in opened.jobs if not job.closing])
+    given = repr([job for job in opened.jobs if job.source != WRITTEN])
     settings = {
         "checkpoint": opened.identity,
-        "precision": manifest.precision.weights,
-        "depths": depths,
+        "precision": request.precision,
+        "depths": opened.depths,
         "answer_tokens": request.lengths.answer,
         "message_tokens": request.lengths.message,
         "seed": request.seed,
         "prompts": hashlib.sha256(given.encode()).hexdigest(),
     }
     corpus = Corpus(work, settings)
-    left = opened.jobs[len(corpus) :]
-    if not left:
-        return corpus
-    needed = sum(map(_tokens_of(request), left)) * bytes_per_token(len(depths), manifest.model.hidden_size)
+    left = sum(map(_tokens_of(request), opened.jobs[len(corpus) :]))
+    needed = left * bytes_per_token(len(opened.depths), opened.checkpoint.spec.hidden_size)
     free = shutil.disk_usage(work).free - _LEAST_SPARE
-    if needed > free:
+    if left and needed > free:
         raise EexportError(
             f"{work}: the texts take up to {needed / 1e9:.1f} GB and {max(0, free) / 1e9:.1f} GB are free: give fewer "
             "--prompts, or another --work"
         )
+    return corpus
+
+
+def write_texts(opened: Opened, request: Request, corpus: Corpus, bundle: Path, progress: Progress) -> None:
+    """Have ``bundle`` write what ``corpus`` lacks of the texts. Raises EexportError where that cannot be."""
+    left = opened.jobs[len(corpus) :]
+    if not left:
+        return
+    manifest = read_manifest(bundle)
     count = slot_count(manifest, capacity := max(map(_tokens_of(request), left)))
     slots = Slots(bundle, manifest, open_backend("cpu", request.threads), count, capacity)
     generate(slots, opened.jobs, corpus, request.lengths, lambda done, total: progress("writing texts", done, total))
-    return corpus
 
 
 def built_bundle(

@@ -98,7 +98,7 @@ def train(
                 f"{what}: the loss of step {step + 1} is {loss.item()}; the last good state is in {state}: look at the "
                 "data, or remove that file to begin anew"
             )
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(values.values(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -128,8 +128,7 @@ def _resume(state: Path, values: Tensors, optimizers: list[torch.optim.Optimizer
             optimizer.load_state_dict(state_dict)
         step, losses = int(kept["step"]), list(kept["losses"])
     except Exception as error:  # a damaged archive can fail in any way
-        reason = str(error).splitlines()[0]
-        raise EexportError(f"{state}: cannot be gone on from ({reason}): remove it to begin anew") from None
+        raise EexportError(f"{state}: cannot be gone on from ({_reason(error)}): remove it to begin anew") from None
     return step, losses
 
 
@@ -147,4 +146,10 @@ def _save(
         torch.save(kept, temporary)
         os.replace(temporary, state)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
-        raise EexportError(f"{state}: cannot be written ({str(error).splitlines()[0]})") from None
+        temporary.unlink(missing_ok=True)
+        raise EexportError(f"{state}: cannot be written ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what torch says, which may be pages."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

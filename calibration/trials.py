@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from eexport.calibration.batches import in_turn, make_batch
 from eexport.calibration.corpus import Corpus
@@ -82,7 +83,7 @@ class Trainer:
         steps = max(1, math.ceil(epochs * len(self._train) / _TEXTS_A_STEP))
         batches = in_turn(self._corpus, self._train, _TEXTS_A_STEP, self._seed)
 
-        def loss_of(values: Tensors, numbers: list[int]):  # type: ignore[no-untyped-def]
+        def loss_of(values: Tensors, numbers: list[int]) -> Tensor:
             with fast_matmuls():
                 return task.loss(values, make_batch(self._corpus, numbers))
 

@@ -1,5 +1,6 @@
 """The report's numbers and names in words, without drawing anything."""
 
+import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 ALL = "all"
 PAPER_LAYER_USE = (1.0, 0.65, 0.35, 0.2)
 """Shares of tokens that the method's paper reports for layers 1-8, 9-12, 13-24 and 25-32 of 32."""
+PAPER_WITHIN_TWO_LAYERS = 0.913
+"""Share of tokens whose exit that paper's predictor names within two layers."""
 
 _NAMES = {
     "full": "Every layer",
@@ -14,6 +17,7 @@ _NAMES = {
     "exit": "Exit drafts",
     "hybrid": "Lookup, then exit drafts",
 }
+_BUDGET = re.compile(r"([\d.]+)(pp|%rel|%tokens)")
 _SIGNS = {"\n": "↵", "\r": "␍", "\t": "⇥", " ": "·"}
 
 
@@ -67,6 +71,24 @@ def points(value: Mapping[str, float | None] | float | None, scale: float = 100,
     centre, low, high = (value[key] for key in ("value", "low", "high"))
     text = "–" if centre is None else f"{scale * centre:.{digits}f}"
     return text if low is None or high is None else f"{text} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use: "8.0 s", "12 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def size(mb: float) -> str:
+    """Mebibytes in the unit that a person would use."""
+    return f"{mb:.0f} MB" if mb < 1000 else f"{mb / 1024:.1f} GB"
+
+
+def budget_words(budget: str) -> str:
+    """What a budget such as "0.5pp" allows."""
+    amount, of = _BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr]
+    return f"{amount} points" if of == "pp" else f"{amount}% of {'accuracy' if of == '%rel' else 'tokens'}"
 
 
 def token_text(token: str) -> str:

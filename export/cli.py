@@ -110,7 +110,7 @@ def inspect(bundle: Path, as_json: bool) -> None:
     Blocks, sizes, memory for keys and values, parity as it was built, and what built it.
     """
     from eexport.runtime.manifest import read_manifest
-    from eexport.runtime.summary import headlines, summarise
+    from eexport.runtime.summary import exit_agreement, headlines, summarise
 
     facts = summarise(bundle, read_manifest(bundle))
     if as_json:
@@ -123,6 +123,10 @@ def inspect(bundle: Path, as_json: bool) -> None:
     ]
     rows += [(name, "", size(count), "") for name, count in facts["shared_files"].items()]
     print_table(("stage", "layers", "size", "cosine"), rows)
+    columns, agreement = exit_agreement(facts)
+    if agreement:
+        click.echo()
+        print_table(columns, agreement)
 
 
 @cli.command()

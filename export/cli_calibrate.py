@@ -1,5 +1,7 @@
 """The subcommand ``calibrate``: train exits for a checkpoint and choose thresholds with a stated risk."""
 
+import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +24,24 @@ def _depths(_context: click.Context, _option: click.Parameter, text: str | None)
     if text is None:
         return None
     try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
+        depths = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter("give depths with commas, e.g. 4,8") from None
+    if list(depths) != sorted(set(depths)):
+        raise click.BadParameter("depths must rise")
+    return depths
+
+
+class _Number(click.FloatRange):
+    """A number that is one."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 @click.command()
@@ -36,16 +53,16 @@ def _depths(_context: click.Context, _option: click.Parameter, text: str | None)
 @option("--tokens", "Longest answer.", click.IntRange(2), default=160, show_default=True)
 @option("--prompt-tokens", "Longer prompts are cut.", click.IntRange(1), default=512, show_default=True)
 @option("--exits", "Depths of exits; by default those that pay.", callback=_depths, metavar="A,B,…")
-@option("--epochs", "Passes over the texts.", click.FloatRange(0, min_open=True), default=4.0, show_default=True)
+@option("--epochs", "Passes over the texts.", _Number(0, min_open=True), default=4.0, show_default=True)
 @option(
-    "--budget", "What unverified exits may lose: 0.5pp, 0.5%rel or 1%tokens.", default="1%tokens", show_default=True
+    "--budget", "What unverified exits may lose: 0.5pp, 0.5%rel or 2%tokens.", default="2%tokens", show_default=True
 )
-@option("--confidence", "That it is kept.", click.FloatRange(0, 1, True, True), default=0.95, show_default=True)
+@option("--confidence", "That it is kept.", _Number(0, 1, True, True), default=0.95, show_default=True)
 @option("--precision", "Of the bundle that writes and tests.", PRECISION, default="int8", show_default=True)
 @option("--run-code", "Run code that the model wrote, in limits, to score it.", is_flag=True)
-@option("--seed", "Of everything that is random.", int, default=0, show_default=True)
+@option("--seed", "Of everything that is random.", click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @option("--work", "For texts and states; by default beside the output, removed at the end.", PATH)
-@option("--max-disk", "Most that the texts may take, in GB.", click.FloatRange(0), default=12.0, show_default=True)
+@option("--max-disk", "Most that the texts may take, in GB.", _Number(0), default=12.0, show_default=True)
 @option("--threads", "CPU threads; by default all that this process may use.", click.IntRange(1))
 @option("--force", "Replace a calibration that is there.", is_flag=True)
 @JSON
@@ -65,8 +82,11 @@ def calibrate(checkpoint: str, output: Path, as_json: bool, **options: Any) -> N
 def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Calibrate as the options of ``calibrate`` say; the record."""
     with export_extra("calibrate", "probe"):
+        import eexport.calibration.exit_figures  # noqa: F401, TID251  missed before hours of training, not after
+    with export_extra("calibrate"):
         # The command line is the one place that knows both calibration and export.
         from eexport.calibration.calibrate import Settings, calibrate  # noqa: TID251
+        from eexport.calibration.exit_report import write_exit_report  # noqa: TID251
         from eexport.calibration.generate import Lengths  # noqa: TID251
         from eexport.calibration.sandbox import isolation  # noqa: TID251
         from eexport.calibration.texts import Request, open_texts  # noqa: TID251
@@ -82,39 +102,38 @@ def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> d
             budget=Budget.parse(options["budget"]),
             **{name: options[name] for name in ("epochs", "exits", "confidence", "run_code", "seed")},
         )
-        request = Request(
-            lengths=Lengths(answer=options["tokens"]),
-            max_disk=int(options["max_disk"] * _GB),
-            **{name: options[name] for name in ("data", "test_data", "prompts", "prompt_tokens", "seed", "threads")},
-        )
-        work = options["work"] or output.with_name(output.name + ".work")
+        work = _work_folder(output, options["work"])
         try:
             check_free(output, force=options["force"])
             opened = open_checkpoint(checkpoint)
-            ranges = plan_blocks(opened.spec.num_layers, _blocks(options["exits"]))
-            if len(ranges) < 2:
-                raise EexportError(
-                    f"{opened.source['name']}: {opened.spec.num_layers} layers leave no room for an exit"
-                )
+            blocks = _blocks(opened, options["exits"])
+            names = ("data", "test_data", "prompts", "prompt_tokens", "precision", "seed", "threads")
+            request = Request(
+                lengths=Lengths(answer=options["tokens"]),
+                max_disk=int(options["max_disk"] * _GB),
+                boundaries=tuple(end for _, end in plan_blocks(opened.spec.num_layers, blocks)[:-1]),
+                **{name: options[name] for name in names},
+            )
 
             def build_bundle(
                 source: "Checkpoint", folder: Path, calibration: Path | None, step: "Progress"
             ) -> "Manifest":
                 from eexport.export.build import BuildOptions, build
 
-                blocks = _blocks(options["exits"]) if calibration is None else "auto"
-                return build(
-                    source, folder, BuildOptions(options["precision"], blocks=blocks, calibration=calibration), step
+                chosen = BuildOptions(
+                    options["precision"], blocks="auto" if calibration else blocks, calibration=calibration
                 )
+                return build(source, folder, chosen, step)
 
             with progress("opening") as step:
-                texts = open_texts(opened, request, depths=len(ranges) + 4)
+                texts = open_texts(opened, request)
                 try:
                     found = calibrate(texts, request, settings, work, build_bundle, step)
                 except KeyboardInterrupt:
                     note(f"what is done so far is kept in {work}: the same command goes on from there")
                     raise
             write_calibration(found, output, force=options["force"])
+            write_exit_report(found.record, found.checkpoint, report_path(output))
         except CheckpointError as error:
             raise EexportError(str(error)) from None
     if options["work"] is None:
@@ -122,9 +141,16 @@ def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> d
     return found.record
 
 
+def report_path(output: Path) -> Path:
+    """Where the report of a calibration goes: beside its folder."""
+    place = output.resolve()
+    return place.with_name(f"{place.name}.html")
+
+
 def calibrate_for(checkpoint: str, output: Path, options: dict[str, Any]) -> Path:
     """Calibrate with defaults for a build with ``options``; the folder, which is used again if it is there."""
-    folder = output.with_name(f"{output.name}.calibration")
+    place = output.resolve()
+    folder = place.with_name(f"{place.name}.calibration")
     if not folder.exists():
         arguments = [checkpoint, "-o", str(folder), "--precision", options["precision"]]
         given = calibrate.make_context("calibrate", arguments).params
@@ -132,8 +158,33 @@ def calibrate_for(checkpoint: str, output: Path, options: dict[str, Any]) -> Pat
     return folder
 
 
-def _blocks(exits: tuple[int, ...] | None) -> str:
-    return "auto" if exits is None else ",".join(map(str, exits))
+def _blocks(checkpoint: "Checkpoint", exits: tuple[int, ...] | None) -> str:
+    """Where blocks end, as ``plan_blocks`` reads it. Raises EexportError where there can be no exit."""
+    from eexport.export.blocks import plan_blocks
+
+    name, layers = checkpoint.source["name"], checkpoint.spec.num_layers
+    if exits is None:
+        if len(plan_blocks(layers)) < 2:
+            hint = f": give --exits, of 1 to {layers - 1}" if layers > 1 else ""
+            raise EexportError(f"{name}: {layers} layers leave no room for an exit{hint}")
+        return "auto"
+    text = ",".join(map(str, exits))
+    if not 0 < exits[0] <= exits[-1] < layers:
+        raise EexportError(f"--exits {text}: {name} has {layers} layers, so exits lie at depths of 1 to {layers - 1}")
+    return f"{text},{layers}"  # a lone number would be one of blocks
+
+
+def _work_folder(output: Path, given: Path | None) -> Path:
+    """Where texts and states go. Raises EexportError where something else is, or is to be."""
+    place = output.resolve()  # "." has no name
+    if given is None:
+        work = place.with_name(f"{place.name}.work")
+        if work.exists() and not (work.is_dir() and ((work / "texts").is_dir() or not any(work.iterdir()))):
+            raise EexportError(f"{work}: is in the way of what is kept meanwhile: move it, or give a --work")
+        return work
+    if place in (given.resolve(), *given.resolve().parents):
+        raise EexportError(f"--work {given}: lies in the output {output}: give another folder")
+    return given
 
 
 def _print(output: Path, record: dict[str, Any]) -> None:
@@ -161,6 +212,12 @@ def _print(output: Path, record: dict[str, Any]) -> None:
         click.echo(f"thresholds for {chosen['budget']} at {chosen['confidence']:.0%}: entropy under {entropies} nats")
     else:
         click.echo(f"thresholds for {chosen['budget']}: no token leaves unverified: {chosen['reason']}")
+    skipped = record["data"]["skipped"]
+    if skipped:
+        click.echo(f"{len(skipped)} rows of the data skipped")
+    for row in skipped[:3]:
+        click.echo(f"  {row['source']}: {row['reason']}")
     for line in record["data"]["notes"]:
         click.echo(f"note: {line}")
-    click.echo(f"\nbuild it in  eexport build CHECKPOINT --calibration {output} -o BUNDLE")
+    click.echo(f"\nreport  {report_path(output)}")
+    click.echo(f"build it in  eexport build CHECKPOINT --calibration {shlex.quote(str(output))} -o BUNDLE")

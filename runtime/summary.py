@@ -92,6 +92,20 @@ def headlines(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def exit_agreement(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: how often each head says what the full model says, by the calibration's own record.
+
+    By kind of text, on the test prompts of the first source; no rows where nothing is recorded.
+    """
+    heads = ((facts["exits"] or {}).get("record") or {}).get("heads", [])
+    if not heads:
+        return [], []
+    source = min(heads[0]["agreement"])
+    kinds = list(heads[0]["agreement"][source])
+    rows = [[head["name"], *(f"{head['agreement'][source][kind]:.1%}" for kind in kinds)] for head in heads]
+    return [f"says the full model's token ({source} prompts)", *kinds], rows
+
+
 def _exits(manifest: Manifest, exits: ExitsInfo) -> dict[str, Any]:
     """Trained exits; a threshold is None where none was chosen, and for a head that only drafts."""
     rule, taken = exits.rule, [head.name for head in manifest.exit_heads]
