@@ -58,7 +58,7 @@ bundles/peers/int4-b128: OPTIONS := --precision int4 --block-size 128
 bundles/peers/int8: OPTIONS := --precision int8
 bundles/peers/int4-one: OPTIONS := --precision int4 --blocks 1
 $(PEER_BUNDLES:%=bundles/peers/%): $(VENV)/.base
-	$(BIN)/eexport build $(MODEL) -o $@ $(OPTIONS) --force
+	$(BIN)/eexport build $(MODEL) -o $@ $(OPTIONS) --no-exits --force
 
 GGUF = $$($(BIN)/python -c 'from eexport.models.recipe import fetch, find_recipe; print(fetch(find_recipe("$(MODEL)")))')
 bench-peers: $(PEERS)/.done $(PEER_BUNDLES:%=bundles/peers/%)

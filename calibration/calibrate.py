@@ -149,8 +149,9 @@ class _Clock:
 def _check_splits(corpus: Corpus) -> None:
     for split in SPLITS:
         if not corpus.of(split):
+            what = "train the predictor" if split == "predictor" else split
             raise EexportError(
-                f"no text is left to {split} with: {len(corpus)} are too few, give more --prompts or --data"
+                f"no text is left to {what} with: {len(corpus)} are too few, give more --prompts or --data"
             )
 
 

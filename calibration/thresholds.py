@@ -69,7 +69,7 @@ class Budget:
 
     def __str__(self) -> str:
         """As ``parse`` reads it."""
-        return f"{100 * self.share:g}{self.kind}"
+        return f"{100 * self.share:.12f}".rstrip("0").rstrip(".") + self.kind
 
     def counted(self, correct: NDArray[np.floating]) -> NDArray[np.bool_]:
         """[P] the texts that it is about, by their scores [P]."""

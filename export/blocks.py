@@ -66,7 +66,7 @@ def plan_blocks(num_layers: int, blocks: str = "auto", exits: Sequence[int] = ()
         needed = ",".join(str(cut) for cut in sorted({*cuts, *exits, num_layers}))
         raise PlanError(
             f"--blocks {blocks}: no block ends after layer {missed[0]}, where the calibration has an exit: give "
-            f"{needed} or auto"
+            f"{needed} or auto, or build with --no-exits"
         )
     edges = [0, *cuts, num_layers]
     return tuple(zip(edges, edges[1:], strict=False))

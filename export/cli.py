@@ -50,9 +50,7 @@ for _command in (run, chat, bench, probe, calibrate_command):
 @option("--block-size", "Weights per scale: 32, or faster 64 or 128.", int, default=32, show_default=True)
 @option("--dialect", "ONNX Runtime's operators or opset 24.", _DIALECT, default="ort", show_default=True)
 @option("--blocks", "auto, how many, or where they end: 4,8,16.", default="auto", show_default=True)
-@option(
-    "--calibration", "Trained exits to build in; models by name may bring some.", PATH, metavar="DIR"
-)
+@option("--calibration", "Trained exits to build in; models by name may bring some.", PATH, metavar="DIR")
 @option("--calibrate", "Train exits first, into OUTPUT.calibration (hours).", is_flag=True)
 @option("--no-exits", "Leave out the exits that a model brings.", is_flag=True)
 @click.option("--exact/--not-exact", default=True, help="Keep a row's bits whatever runs beside it (5-15% of speed).")
@@ -67,6 +65,7 @@ def build(checkpoint: str, output: Path, as_json: bool, calibrate: bool, no_exit
     with export_extra("build"):
         from eexport.export.build import BuildOptions
         from eexport.export.build import build as build_bundle
+        from eexport.export.bundle import check_free
         from eexport.models.checkpoint import open_checkpoint
         from eexport.models.errors import CheckpointError
         from eexport.models.recipe import recipe_exits
@@ -74,6 +73,7 @@ def build(checkpoint: str, output: Path, as_json: bool, calibrate: bool, no_exit
         if sum((calibrate, no_exits, options["calibration"] is not None)) > 1:
             raise EexportError("--calibration, --calibrate and --no-exits exclude each other: give one")
         if calibrate:
+            check_free(output, force=options["force"])
             options["calibration"] = calibrate_for(checkpoint, output, options)
         elif not no_exits and not Path(checkpoint).exists():
             options["calibration"] = options["calibration"] or recipe_exits(checkpoint)

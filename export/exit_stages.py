@@ -1,6 +1,7 @@
 """Exit heads and the exit predictor as graphs, from the pieces that blocks are made of, and their reference."""
 
 import dataclasses
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def write_exits(
     Returns:
         The reference with what the stages should compute.
     """
-    np.save(folder / exits.draft_ids, calibration.draft_ids)
+    ids = io.BytesIO()
+    np.save(ids, calibration.draft_ids)  # straight to a file it does not notice a full disk
+    (folder / exits.draft_ids).write_bytes(ids.getbuffer())
     file = WeightFile(folder / "draft.bin")
     draft = dialect.store_table(file, "draft", draft_rows)
     file.close()

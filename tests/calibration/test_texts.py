@@ -135,9 +135,12 @@ class TestPlan:
         plan = open_texts(opened, dataclasses.replace(REQUEST, data=[path]))
         assert [row.source for row in plan.skipped] == ["own.jsonl:4", "own.jsonl:3"]
         for missing in (tmp_path / "nowhere.jsonl", data("empty.jsonl")):
-            for field in ("data", "test_data"):
+            for request in (
+                dataclasses.replace(REQUEST, data=[missing]),
+                dataclasses.replace(REQUEST, test_data=[missing]),
+            ):
                 with pytest.raises(EexportError, match=rf"^[^\n]*{missing.name}[^\n]*$"):
-                    open_texts(opened, dataclasses.replace(REQUEST, **{field: [missing]}))
+                    open_texts(opened, request)
 
 
 class TestRoom:
