@@ -4,12 +4,13 @@ Every stage keeps what it has made in a work folder, so that an interrupted cali
 What is reported of exits and thresholds was computed by the built stages, as a device runs them.
 """
 
+import json
 import platform
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from hashlib import sha256
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from eexport.runtime.console import Progress
 from eexport.runtime.costs import CostTable, measure_costs
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import EexportError
+from eexport.runtime.files import write_whole
 
 REPORTED = ("0.1pp", "0.5pp", "2pp", "0.5%tokens", "1%tokens", "2%tokens", "5%tokens")
 """Budgets whose thresholds are reported beside the one that was asked for."""
@@ -65,7 +67,7 @@ def calibrate(
     Raises:
         EexportError: There is too little to train on, the disk is full, or a loss is not finite.
     """
-    clock = _Clock()
+    clock = _Clock(work / "seconds.json")
     corpus = open_corpus(opened, request, work / "texts")  # first, as it knows what the rest of the folder is of
     with clock.stage("build"):
         bundle = built_bundle(opened, work / "bundle", build, None, progress)
@@ -126,24 +128,32 @@ def calibrate(
             "eexport": version("eexport"),
             "torch": version("torch"),
             "python": platform.python_version(),
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
         },
     }
     rule = chosen[str(settings.budget)].rule
     return replace(plain, thresholds=Thresholds(rule.entropy, rule.previous), record=record)
 
 
-@dataclass
 class _Clock:
-    """Seconds of each stage."""
+    """Seconds of each stage, those before an interruption included."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self.seconds: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.seconds = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - began, 1)
+        began, before = time.monotonic(), self.seconds.get(name, 0.0)
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(before + time.monotonic() - began, 1)
+            if self._path.parent.is_dir():
+                write_whole(self._path, json.dumps(self.seconds).encode(), "the times")
 
 
 def _check_splits(corpus: Corpus) -> None:

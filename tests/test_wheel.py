@@ -40,8 +40,9 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith(("eexport/", "eexport-")) for name in names)
     for folder in PACKAGES:
-        on_disk = {path.name for path in (ROOT / folder).glob("*.py")} | {"py.typed"}
-        assert {f"eexport/{folder}/{name}" for name in on_disk} <= set(names)
+        inside = (path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
+        ours = {path for path in inside if not {"ruff.toml", "__pycache__", ".ruff_cache"} & {*path.parts}}
+        assert {f"eexport/{path}" for path in ours} - set(names) == set()
     assert "eexport/models/recipes/smollm2-135m-instruct.json" in names
 
 

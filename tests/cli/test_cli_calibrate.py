@@ -139,7 +139,9 @@ def names(folder: Path) -> list[str]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """What is in it, but for the record of seconds spent."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "seconds.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def same(one: Path, other: Path) -> bool:
