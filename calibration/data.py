@@ -88,12 +88,17 @@ class Encoded:
 
     @property
     def hash(self) -> str:
-        """16 hex digits of what is measured, the kind and the tokens: the same wherever the row stands."""
-        return hashlib.sha256(repr((self.prompt.kind, self.ids)).encode()).hexdigest()[:16]
+        """``prompt_key`` of it: the same wherever the row stands."""
+        return prompt_key(self.prompt.kind, self.ids)
 
 
 class _Unusable(Exception):
     """Why a row cannot be used."""
+
+
+def prompt_key(kind: str, ids: Sequence[int]) -> str:
+    """16 hex digits of what is measured, the kind and the tokens."""
+    return hashlib.sha256(repr((kind, tuple(ids))).encode()).hexdigest()[:16]
 
 
 def builtin_prompts() -> Rows:

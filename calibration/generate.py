@@ -4,7 +4,6 @@ Texts are written by many slots side by side (``slots``). A prompt may be but th
 the model then completes by sampling before it answers (``synthesis``).
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from eexport.calibration.corpus import TOP, Corpus, Split, Text, TextInfo
+from eexport.calibration.data import prompt_key
 from eexport.calibration.slots import Slots
 from eexport.runtime.errors import EexportError
 
@@ -57,11 +57,6 @@ class Lengths:
 def divide(key: str) -> Split:
     """What a text is for, 70:10:10:10, by its prompt's hash: equal prompts never part."""
     return _TENTHS[int(key[:8], 16) % 10]
-
-
-def prompt_key(kind: str, ids: Sequence[int]) -> str:
-    """16 hex digits of a prompt; the same as ``data.Encoded.hash``."""
-    return hashlib.sha256(repr((kind, tuple(ids))).encode()).hexdigest()[:16]
 
 
 def generate(

@@ -49,13 +49,18 @@ class DraftVocabulary:
         self.index[torch.from_numpy(ids).long()] = torch.arange(len(ids))
 
 
-def draft_vocabulary(corpus: Corpus, numbers: Sequence[int], size: int, vocab_size: int) -> DraftVocabulary:
-    """The ``size`` tokens that the model itself says most often; what it never said comes by its id."""
+def ranked_tokens(corpus: Corpus, numbers: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    """All token ids, those first that the model itself says most often; what it never said comes by its id."""
     counts = np.zeros(vocab_size, np.int64)
     for number in numbers:
         text = corpus[number]
         np.add.at(counts, text.top_ids[text.info.first :, 0], 1)
-    ranked = np.argsort(-counts, kind="stable")[:size]
+    return np.argsort(-counts, kind="stable")
+
+
+def draft_vocabulary(corpus: Corpus, numbers: Sequence[int], size: int, vocab_size: int) -> DraftVocabulary:
+    """The first ``size`` of the ranked tokens."""
+    ranked = ranked_tokens(corpus, numbers, vocab_size)[:size]
     return DraftVocabulary(np.sort(ranked).astype(np.int32), vocab_size)
 
 

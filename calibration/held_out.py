@@ -6,6 +6,7 @@ from and by kind.
 
 import time
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from eexport.calibration.accuracy import Marker
 from eexport.calibration.corpus import Corpus
 from eexport.calibration.exit_records import DRAFTED, ExitRecord, record_exits
 from eexport.calibration.exit_slots import ExitSlots
 from eexport.calibration.exit_traces import ExitTraces, report
 from eexport.calibration.heads import scores
 from eexport.calibration.predictor import predictor_scores, required_exits
-from eexport.calibration.tasks import score
 from eexport.calibration.texts import Opened, Request, slot_count
 from eexport.calibration.trials import Trained, Trainer, by_kind, mean_survival
 from eexport.models.exit_decoder import predictor_logits
@@ -42,7 +43,7 @@ class Part:
     record: ExitRecord
     correct: NDArray[np.float64]
 
-    @property
+    @cached_property
     def traces(self) -> ExitTraces:
         """For rules."""
         return self.record.traces(self.correct)
@@ -77,7 +78,8 @@ def measure(
     exit_ms, step_ms = _times(ExitSlots(bundle, manifest, backend, 1, capacity))
     slots = ExitSlots(bundle, manifest, backend, slot_count(manifest, capacity), capacity)
     record, differing = record_exits(slots, corpus, [*tune, *test], lambda n, of: progress("running exits", n, of))
-    correct = np.array([_correct(opened, corpus, number, run_code) for number in (*tune, *test)])
+    mark = Marker(opened.codec.decode, run_code)
+    correct = np.array([_correct(opened, corpus, number, mark) for number in (*tune, *test)])
     sources = [corpus.infos[number].source for number in test]
     parts = {}
     for source in sorted(set(sources)):
@@ -134,15 +136,13 @@ def rule_report(held: HeldOut, rule: ExitRule) -> dict[str, Any]:
     }
 
 
-def _correct(opened: Opened, corpus: Corpus, number: int, run_code: bool) -> float:
+def _correct(opened: Opened, corpus: Corpus, number: int, mark: Marker) -> float:
     """1 or 0: whether the answer solves its task; NaN where there is none."""
     text = corpus[number]
     encoded = opened.prompts.get(text.info.key)
-    if encoded is None or encoded.cut:
+    if encoded is None:
         return float("nan")
-    answer = text.tokens[text.info.answer :].tolist()  # without the end-of-text token, if there was one
-    solved = score(encoded.prompt, opened.codec.decode(answer), run_code)
-    return float("nan") if solved is None else float(solved)
+    return mark(encoded, text.tokens[text.info.answer :].tolist())  # without the end-of-text token, if there was one
 
 
 def _times(slots: ExitSlots) -> tuple[list[float], float]:

@@ -20,6 +20,7 @@ from eexport.calibration.heads import (
     Scores,
     draft_vocabulary,
     fast_matmuls,
+    ranked_tokens,
     scores,
 )
 from eexport.calibration.payoff import LONGEST, Payoff, draft_size, payoff, survival
@@ -127,10 +128,9 @@ def choose_draft(
     """The draft vocabulary of the best size, and the coverage of every size that was looked at."""
     train, tune = corpus.of("train"), corpus.of("tune") or corpus.of("train")
     said = np.concatenate([corpus[number].top_ids[corpus[number].answer_rows, 0] for number in tune])
-    coverage = {}
-    for size in (*(size for size in _DRAFT_SIZES if size < vocab_size), vocab_size):
-        ids = draft_vocabulary(corpus, train, size, vocab_size).ids
-        coverage[size] = float(np.isin(said, ids).mean())
+    ranked = ranked_tokens(corpus, train, vocab_size)
+    sizes = (*(size for size in _DRAFT_SIZES if size < vocab_size), vocab_size)
+    coverage = {size: float(np.isin(said, ranked[:size]).mean()) for size in sizes}
     best = draft_size(coverage, costs, depth, vocab_size)
     return draft_vocabulary(corpus, train, best, vocab_size), coverage
 

@@ -12,8 +12,8 @@ import pytest
 from exit_reference import ExitReference, entropy
 from numpy.typing import NDArray
 
+from eexport.calibration import accuracy, held_out
 from eexport.calibration import calibrate as module
-from eexport.calibration import held_out
 from eexport.calibration.calibrate import REPORTED, Settings, calibrate
 from eexport.calibration.corpus import SPLITS, Corpus
 from eexport.calibration.data import Prompt
@@ -179,7 +179,7 @@ class TestScoring:
             asked.append((str(prompt.content), answer, run_code))
             return None if prompt.kind == "text" else prompt.content != "2 and so on"
 
-        monkeypatch.setattr(held_out, "score", score)
+        monkeypatch.setattr(accuracy, "score", score)
         (place,) = run.work.glob("bundle-*")
         held = held_out.measure(run.opened, run.corpus, place, run.request, run_code, lambda *_: None)
         corpus, part = run.corpus, held.test["held.jsonl"]
@@ -197,7 +197,7 @@ class TestScoring:
 
     def test_a_prompt_that_was_cut_has_no_score(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = {key: dataclasses.replace(one, cut=True) for key, one in run.opened.prompts.items()}
-        monkeypatch.setattr(held_out, "score", lambda *_: True)
+        monkeypatch.setattr(accuracy, "score", lambda *_: True)
         (place,) = run.work.glob("bundle-*")
         opened = dataclasses.replace(run.opened, prompts=cut)
         held = held_out.measure(opened, run.corpus, place, run.request, False, lambda *_: None)

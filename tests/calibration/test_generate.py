@@ -13,8 +13,8 @@ from torch import Tensor
 
 from eexport.calibration import generate as module
 from eexport.calibration.corpus import TOP, Corpus, Text
-from eexport.calibration.data import Encoded, Prompt
-from eexport.calibration.generate import Job, Lengths, divide, generate, prompt_key
+from eexport.calibration.data import Encoded, Prompt, prompt_key
+from eexport.calibration.generate import Job, Lengths, divide, generate
 from eexport.calibration.slots import Slots
 from eexport.models.checkpoint import Checkpoint
 from eexport.models.decoder import Decoder, LayerKV, rope_tables
