@@ -80,12 +80,13 @@ def calibrate(
     boundaries = request.boundaries
     draft, coverage = choose_draft(corpus, costs, boundaries[len(boundaries) // 2], spec.vocab_size)
     trainer = Trainer(opened.checkpoint, corpus, draft, costs, work, settings.seed)
-    with clock.stage("trials"):
-        forms = candidate_forms(boundaries, spec.num_layers)
-        trials = [trainer.train(form, trial_epochs(settings.epochs), progress) for form in forms]
+    forms, trials = candidate_forms(boundaries, spec.num_layers), list[Trained]()
+    if settings.exits is None:
+        with clock.stage("trials"):
+            trials = [trainer.train(form, trial_epochs(settings.epochs), progress) for form in forms]
+            forms = worth_it(trials, spec.num_layers)
     with clock.stage("heads"):
-        kept = worth_it(trials, spec.num_layers) if settings.exits is None else forms
-        trained = [trainer.train(form, settings.epochs, progress) for form in kept]
+        trained = [trainer.train(form, settings.epochs, progress) for form in forms]
     with clock.stage("predictor"):
         predictor, common = _predictor(opened, corpus, trainer, trained, work, settings.seed, progress)
     plain = Calibration(

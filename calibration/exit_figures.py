@@ -34,12 +34,13 @@ _STRONGEST = 0.55  # of a cell's colour, so that its number can be read in both 
 
 def draw(record: Record) -> dict[str, list[Chart]]:
     """All figures that the record has numbers for, by section."""
+    trials = record["trials"]  # none where the exits were asked for
     sections: dict[str, list[Chart | None]] = {
         "heads": [*agreements(record), *acceptances(record), speedups(record)],
-        "trials": [draft_yield(record)],
+        "trials": [draft_yield(trials)] if trials else [],
         "learning": [
             losses("learning", "Loss of the heads", record["heads"]),
-            losses("learning_trials", "Loss in the trials", record["trials"]),
+            losses("learning_trials", "Loss in the trials", trials) if trials else None,
         ],
         "predictor": [*confusions(record), reliability(record)],
         "thresholds": [trade(record), *leaving(record)],
@@ -70,9 +71,9 @@ def _by_source(record: Record, key: str, title: str, caption: str, unit: str) ->
     return made
 
 
-def draft_yield(record: Record) -> Chart:
+def draft_yield(trials: Sequence[Record]) -> Chart:
     """Accepted tokens for the time that a draft takes, for every candidate."""
-    trials, title = record["trials"], "Accepted tokens for a millisecond of draft"
+    title = "Accepted tokens for a millisecond of draft"
     found = [{kind: pays["per_ms"] for kind, pays in trial["payoff"].items()} for trial in trials]
     caption = "Of drafts of 3 tokens after the short courses of the trials, on prompts that no head was trained on."
     return _by_head(trials, found, "draft_yield", title, caption, "accepted tokens a millisecond")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eexport.calibration.corpus import Corpus, Text
-from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_all
+from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_exits
 from eexport.calibration.exit_traces import ExitTraces
 from eexport.runtime.errors import EexportError
 
@@ -132,7 +132,7 @@ def record_exits(
         progress(finished, len(texts))
 
     # The longest first, so that few slots are left with work when the others have none.
-    run_all(slots, sorted(texts, key=lambda text: -text.length), done)
+    run_exits(slots, sorted(texts, key=lambda text: -text.length), done)
     kinds = [text.text.info.kind for text in texts]
     record = ExitRecord.of(slots, [text.rows for text in texts], kinds)
     return record, np.array([text.differing for text in texts], np.int64)

@@ -5,7 +5,7 @@ depth, so a head at the full depth, which only drafts and is no exit, comes last
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eexport.calibration.slots import Slots
+from eexport.calibration.slots import Occupant, Slots, run_all
 from eexport.runtime.backend import Backend, Buffer
 from eexport.runtime.errors import EexportError
 from eexport.runtime.manifest import Manifest, StageSpec
@@ -123,7 +123,7 @@ class ExitSlots(Slots):
         logits = self._new(next(output for output in stage.outputs if output.name == "logits"))
         buffers = {source.name: self._source(source.name, stage.layers[0]) for source in stage.sources}
         if stage.kv_inputs:
-            buffers |= self._positions | self._new_caches(stage)
+            buffers |= {**self._positions, **self._new_caches(stage)}
         loaded = self._backend.load(folder / stage.graph, stage)
         self._exit_runs.append(loaded.bind({**buffers, "logits": logits}))
         return np.asarray(logits.array[:, 0], np.float32)
@@ -137,16 +137,12 @@ class ExitSlots(Slots):
         return self._states[depth if name == "hidden" else int(name.removeprefix("hidden."))]
 
 
-class Occupant(Protocol):
-    """A text that has a slot to itself until it is done."""
+class Listener(Occupant, Protocol):
+    """A text that hears what is said after some of its tokens."""
 
     @property
     def asks(self) -> bool:
         """Whether it wants to know what is said after the token that it gave last."""
-        ...
-
-    def take(self) -> int:
-        """Its next token."""
         ...
 
     def put(self, row: ExitRows) -> bool:
@@ -154,29 +150,21 @@ class Occupant(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Occupant)
+T = TypeVar("T", bound=Listener)
 
 
-def run_all(slots: ExitSlots, texts: Iterable[T], done: Callable[[T], None]) -> None:
-    """Run texts side by side, each from an empty slot; ``done`` is called with each that is.
+def run_exits(slots: ExitSlots, texts: Iterable[T], done: Callable[[T], None]) -> None:
+    """``run_all`` with exits; ``done`` is called with each text that is."""
 
-    A text's rows do not depend on the others, nor on the number of slots.
-    """
-    waiting = iter(texts)
-    seats = [next(waiting, None) for _ in slots.lengths]
-    slots.lengths[:] = 0
-    while any(seat is not None for seat in seats):
-        slots.step([0 if seat is None else seat.take() for seat in seats])
-        asking = [(slot, seat) for slot, seat in enumerate(seats) if seat is not None and seat.asks]
+    def hear(_: NDArray[np.float32], seats: list[tuple[int, T]]) -> Iterator[int]:
+        asking = [(slot, text) for slot, text in seats if text.asks]
         rows = slots.read([slot for slot, _ in asking])
-        for index, (slot, seat) in enumerate(asking):
-            if seat.put(rows[index : index + 1]):
-                seats[slot] = next(waiting, None)
-                slots.lengths[slot] = 0
-                done(seat)
-        for slot, left in enumerate(seats):
-            if left is None:
-                slots.lengths[slot] = 0  # an empty slot writes its first row over and over
+        for index, (slot, text) in enumerate(asking):
+            if text.put(rows[index : index + 1]):
+                done(text)
+                yield slot
+
+    run_all(slots, texts, hear)
 
 
 def _likeliest(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

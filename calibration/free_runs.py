@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_all
+from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_exits
 from eexport.calibration.thresholds import never
 from eexport.runtime.exits import ExitRule, exits_taken
 
@@ -62,7 +62,7 @@ def run_freely(
         finished += 1
         progress(finished, len(answers))
 
-    run_all(slots, answers, done)
+    run_exits(slots, answers, done)
     return [_run(slots, answer.rows, rule) for answer in answers]
 
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from eexport.calibration.corpus import TOP, Corpus, Split, Text, TextInfo
 from eexport.calibration.data import prompt_key
-from eexport.calibration.slots import Slots
+from eexport.calibration.slots import Slots, run_all
 from eexport.runtime.errors import EexportError
 
 SHARD = 128
 """Texts of a shard; an interruption loses those that are not in one yet."""
 
-_TENTHS: tuple[Split, ...] = (*("train",) * 7, "predictor", "tune", "test")
+_TWENTIETHS: tuple[Split, ...] = (*("train",) * 13, *("predictor",) * 2, *("tune",) * 3, *("test",) * 2)
 _TEMPERATURE, _TOP_P, _CANDIDATES = 0.8, 0.95, 50  # of prompts that the model writes: varied, and still prompts
 
 
@@ -55,8 +55,8 @@ class Lengths:
 
 
 def divide(key: str) -> Split:
-    """What a text is for, 70:10:10:10, by its prompt's hash: equal prompts never part."""
-    return _TENTHS[int(key[:8], 16) % 10]
+    """What a text is for, 65:10:15:10, by its prompt's hash: equal prompts never part."""
+    return _TWENTIETHS[int(key[:8], 16) % 20]
 
 
 def generate(
@@ -72,29 +72,26 @@ def generate(
     eos = frozenset(slots.manifest.model.eos_token_ids)
     reserved = {job.ids: job.split for job in jobs if job.split is not None}
     begin = len(corpus)
-    waiting: Iterator[tuple[int, Job]] = iter(list(enumerate(jobs))[begin:])
+    left = (_Writer(number, job, lengths, eos) for number, job in list(enumerate(jobs))[begin:])
     finished: dict[int, Text] = {}
-    writers: list[_Writer | None] = [_next(waiting, lengths, eos) for _ in slots.lengths]
-    slots.lengths[:] = 0
     depths = sorted(slots.hidden)
-    while any(writers):
-        token_ids = [writer.take() if writer else 0 for writer in writers]
-        logits = torch.from_numpy(slots.step(token_ids))
-        rows = _rows(logits)
+
+    def hear(logits: NDArray[np.float32], seats: list[tuple[int, _Writer]]) -> Iterator[int]:
+        nonlocal begin
+        rows = _rows(torch.from_numpy(logits))
         states = {depth: _bfloat16(slots.hidden[depth]) for depth in depths}
         if not np.isfinite(rows.entropy).all():
             raise EexportError(
                 f"{slots.manifest.model.name}: the activations are not finite: the checkpoint is damaged"
             )
-        for slot, writer in enumerate(writers):
-            if writer is not None and writer.put(rows, states, slot):
+        for slot, writer in seats:
+            if writer.put(rows, states, slot):
                 finished[writer.number] = writer.text(reserved)
-                writer = writers[slot] = _next(waiting, lengths, eos)
-                slots.lengths[slot] = 0
-            if writer is None:
-                slots.lengths[slot] = 0  # an idle slot writes its first row over and over
+                yield slot
         begin = _flush(finished, begin, len(jobs), corpus)
         progress(begin + len(finished), len(jobs))
+
+    run_all(slots, left, hear)
 
 
 @dataclass(frozen=True)
@@ -175,11 +172,6 @@ class _Writer:
             self._completing = False
         else:
             self._forced.append(token)
-
-
-def _next(waiting: Iterator[tuple[int, Job]], lengths: Lengths, eos: frozenset[int]) -> _Writer | None:
-    number, job = next(waiting, (0, None))
-    return None if job is None else _Writer(number, job, lengths, eos)
 
 
 def _rows(logits: torch.Tensor) -> _Rows:

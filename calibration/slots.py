@@ -5,8 +5,9 @@ chain that a request runs on has one slot and any number of rows; here it is man
 Legend: B slots, C cache capacity, P depths, D hidden width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from eexport.runtime.backend import Array, Backend, Buffer
 from eexport.runtime.hugepages import huge_page_heap
 from eexport.runtime.manifest import Manifest, StageSpec, TensorSpec
-from eexport.runtime.positions import RopeTable
+from eexport.runtime.positions import RopeTable, TablePositions
 
 
 class Slots:
@@ -38,7 +39,9 @@ class Slots:
         self._token_ids, hidden, logits = map(self._new, (embed.inputs[0], embed.outputs[0], head.outputs[0]))
         self._logits = np.asarray(logits.array[:, 0], np.float32)
         self._runs = [stages[0].bind({embed.inputs[0].name: self._token_ids, embed.outputs[0].name: hidden})]
-        self._positions = self._new_positions()
+        rope = RopeTable(manifest.model, blocks[0].outputs[0].dtype)
+        positions = TablePositions(rope, self._spare, backend, slots)
+        self._positions, self._place = positions.bind(1, self._sizes["C"])
         self._states = {0: hidden}  # [B, 1, D] by depth, the embedding among them
         for spec, stage in zip(blocks, stages[1:], strict=False):
             buffers = {**self._positions, **self._new_caches(spec), "hidden": hidden}
@@ -55,12 +58,10 @@ class Slots:
         Raises:
             ValueError: A slot is full.
         """
-        longest = int(self.lengths.max()) + 1
-        if longest > self.capacity:
+        if self.lengths.max() >= self.capacity:
             raise ValueError(f"a slot holds {self.capacity} tokens")
         self._token_ids.array[:, 0] = token_ids
-        self._last.array[:] = self.lengths + self._spare
-        self._total.array[0] = longest + self._spare
+        self._place(self.lengths)
         for run in self._runs:
             run()
         self.lengths += 1
@@ -74,15 +75,39 @@ class Slots:
         caches = {past.name: self._new(past) for past in stage.kv_inputs}
         return caches | {name.replace("past.", "present.", 1): cache for name, cache in caches.items()}
 
-    def _new_positions(self) -> dict[str, Buffer]:
-        """The position inputs of the ort dialect; see ``positions.TablePositions``."""
-        slots, capacity = self._sizes["B"], self._sizes["C"]
-        dtype = self.manifest.blocks[0].inputs[0].dtype
-        buffers: dict[str, Buffer] = {}
-        tables = RopeTable(self.manifest.model, dtype).upto(capacity)
-        for name, values in zip(("cos_table", "sin_table"), tables, strict=True):
-            buffers[name] = self._backend.allocate(values.shape, dtype)
-            buffers[name].array[...] = values
-        self._last, self._total, new = (self._backend.allocate((n,), "int32") for n in (slots, 1, slots))
-        new.array[:] = 1 + self._spare
-        return {**buffers, "last_index": self._last, "total_length": self._total, "new_rows": new}
+
+class Occupant(Protocol):
+    """A text that has a slot to itself until it is done."""
+
+    def take(self) -> int:
+        """Its next token."""
+        ...
+
+
+T = TypeVar("T", bound=Occupant)
+
+
+def run_all(
+    slots: Slots, texts: Iterable[T], hear: Callable[[NDArray[np.float32], list[tuple[int, T]]], Iterable[int]]
+) -> None:
+    """Run texts side by side, each from an empty slot.
+
+    A text's rows do not depend on the others, nor on the number of slots.
+
+    Args:
+        slots: To run them in; what is in them is dropped.
+        texts: Any number; one is taken when a slot is free.
+        hear: Called with a step's logits [B, V] and the slots in use, with their texts; those whose text is done it
+            gives back.
+    """
+    waiting = iter(texts)
+    seats = [next(waiting, None) for _ in slots.lengths]
+    slots.lengths[:] = 0
+    while any(seat is not None for seat in seats):
+        logits = slots.step([0 if seat is None else seat.take() for seat in seats])
+        for slot in hear(logits, [(slot, seat) for slot, seat in enumerate(seats) if seat is not None]):
+            seats[slot] = next(waiting, None)
+            slots.lengths[slot] = 0
+        for slot, seat in enumerate(seats):
+            if seat is None:
+                slots.lengths[slot] = 0  # an empty slot writes its first row over and over

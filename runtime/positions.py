@@ -54,22 +54,23 @@ class RopeTable:
 class TablePositions:
     """Inputs cos_table, sin_table [C, Hd/2]; last_index, new_rows [B] and total_length [1] (int32)."""
 
-    def __init__(self, rope: RopeTable, spare: int, backend: Backend) -> None:
-        self._rope, self._spare, self._backend = rope, spare, backend
+    def __init__(self, rope: RopeTable, spare: int, backend: Backend, slots: int = 1) -> None:
+        self._rope, self._spare, self._backend, self._slots = rope, spare, backend, slots
         self._tables: dict[str, Buffer] = {}
 
-    def bind(self, rows: int, capacity: int) -> tuple[Mapping[str, Buffer], Fill]:
-        """See ``Positions``."""
+    def bind(self, rows: int, capacity: int) -> tuple[Mapping[str, Buffer], Callable[[int | Array], None]]:
+        """See ``Positions``; the function also takes a position for each slot."""
         if not self._tables or self._tables["cos_table"].shape[0] != capacity:
             for name, values in zip(("cos_table", "sin_table"), self._rope.upto(capacity), strict=True):
                 self._tables[name] = self._backend.allocate(values.shape, self._rope.dtype)
                 self._tables[name].array[...] = values
-        last, total, new = (self._backend.allocate((1,), "int32") for _ in range(3))
-        seen = new.array[0] = rows + self._spare
+        last, total, new = (self._backend.allocate((size,), "int32") for size in (self._slots, 1, self._slots))
+        seen = rows + self._spare
+        new.array[:] = seen
 
-        def fill(start: int, last: Array = last.array, total: Array = total.array) -> None:
-            last[0] = start + seen - 1
-            total[0] = start + seen
+        def fill(start: int | Array, last: Array = last.array, total: Array = total.array) -> None:
+            last[:] = start + (seen - 1)
+            total[0] = last.max() + 1
 
         return {**self._tables, "last_index": last, "total_length": total, "new_rows": new}, fill
 

@@ -165,7 +165,7 @@ class TestRecord:
         assert stages["peak_rss_mb"] > 100 and stages["disk_mb"] >= 1
         for head in run.record["heads"]:
             assert head["ms"] > 0 and len(head["losses"]) >= 1 and head["trained_tokens"] > 1000
-        assert run.record["trials"][0]["trained_tokens"] < run.record["heads"][0]["trained_tokens"]
+        assert not run.record["trials"]  # as the exits were asked for
 
 
 class TestScoring:
@@ -223,11 +223,11 @@ class TestStages:
         def breaks(self: HeadTask, *arguments: Any) -> Any:
             nonlocal calls
             calls += 1
-            return loss(self, *arguments) * (np.nan if calls == 4 else 1)
+            return loss(self, *arguments) * (np.nan if calls == 2 else 1)
 
         monkeypatch.setattr(HeadTask, "loss", breaks)
         settings = Settings(epochs=2, exits=(2, 4), seed=1)
-        with pytest.raises(EexportError, match=r"^exit_04: the loss of step 2 is nan; [^\n]*exit_04-\w+\.pt: [^\n]*$"):
+        with pytest.raises(EexportError, match=r"^exit_02: the loss of step 2 is nan; [^\n]*exit_02-\w+\.pt: [^\n]*$"):
             calibrate(run.opened, run.request, settings, run.work, build_bundle, lambda *_: None)
 
     def test_a_damaged_cost_table(self, run: Run) -> None:

@@ -289,6 +289,12 @@ def test_one_exit_and_nothing_that_may_leave(tmp_path: Path) -> None:
     assert "so every token runs all 12 layers" in text and "Held-out" not in text
 
 
+def test_exits_that_were_asked_for_have_no_trials(record: dict[str, Any], tmp_path: Path) -> None:
+    page = render({**record, "trials": []}, tmp_path / "r.html")
+    check_ids(page)
+    assert "Trials" not in page and "Loss in the trials" not in page and "Loss of the heads" in page
+
+
 def test_six_exits(tmp_path: Path) -> None:
     check_ids(render(make_record((1, 3, 5, 7, 9, 11, LAYERS)), tmp_path / "r.html"))
 
@@ -311,9 +317,9 @@ def test_a_file_that_cannot_be_written(record: dict[str, Any], tmp_path: Path) -
 
 
 def test_why_a_candidate_was_kept(record: dict[str, Any]) -> None:
-    asked = {**record, "settings": {"exits": [12]}}
     assert verdict(record, record["trials"][0]) == "not kept: drafting with it does not pay"
-    assert verdict(asked, record["heads"][-1]) == "kept: exits were asked for"
+    kept = {**record["heads"][-1], "speedup": 1.0}
+    assert verdict(record, kept) == "kept: it comes closest"
     assert reads({"features": ["hidden", "hidden.2"]}) == "the hidden state there and the hidden state after layer 2"
 
 

@@ -12,7 +12,7 @@ from tiny_exits import make_calibration
 
 from eexport.calibration.corpus import Corpus
 from eexport.calibration.exit_records import ExitRecord, accepted_lengths, record_exits
-from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_all
+from eexport.calibration.exit_slots import ExitRows, ExitSlots, run_exits
 from eexport.calibration.generate import Job, Lengths, generate
 from eexport.calibration.slots import Slots
 from eexport.models.exits_file import read_calibration, write_calibration
@@ -59,7 +59,7 @@ class Forced:
 
 def rows_of(slots: ExitSlots, texts: Sequence[Sequence[int]]) -> list[ExitRows]:
     running = [Forced(text) for text in texts]
-    run_all(slots, running, lambda _: None)
+    run_exits(slots, running, lambda _: None)
     return [ExitRows.join(text.rows) for text in running]
 
 

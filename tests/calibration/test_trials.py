@@ -57,7 +57,7 @@ def same(one: Trained, other: Trained) -> bool:
 
 
 class TestTrainer:
-    @pytest.mark.parametrize(("form", "epochs"), [(EXIT, 12), (LAST, 16)])
+    @pytest.mark.parametrize(("form", "epochs"), [(EXIT, 12), (LAST, 24)])
     def test_a_head_learns_what_the_model_says(
         self, form: HeadForm, epochs: int, corpus: Corpus, opened: Checkpoint, draft: DraftVocabulary, tmp_path: Path
     ) -> None:

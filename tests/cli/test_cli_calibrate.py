@@ -37,9 +37,9 @@ STOPS = (
     ("writing texts", 63),
     ("measuring", 3),
     ("training exit_02", 1),
-    ("training last", 1),
     ("training exit_02", 3),
     ("training exit_02", 4),
+    ("training last", 1),
     ("training last", 5),
     ("training predictor", 1),
     ("building with exits", 1),
@@ -208,7 +208,7 @@ class TestEndToEnd:
         assert len(set(budgets)) == len(budgets) and {"0.1pp", "0.5pp", "2pp", "1%tokens"} <= set(budgets)
         assert record["versions"]["eexport"] == version("eexport") and "torch" in record["versions"]
         assert set(record["stages"]["seconds"]) == {
-            "build", "texts", "costs", "trials", "heads", "predictor", "build with exits", "thresholds",
+            "build", "texts", "costs", "heads", "predictor", "build with exits", "thresholds",
         }  # fmt: skip
         assert record["costs"]["num_layers"] == 6
         (_, scored) = (record["thresholds"]["budgets"][0]["held_out"]["held.jsonl"][kind] for kind in ("all", "math"))
@@ -261,6 +261,8 @@ class TestTheSame:
         record = read_calibration(tmp_path / "out").record
         trials = {trial["name"]: trial["speedup"] for trial in record["trials"]}
         assert list(trials) == ["exit_04", "last"]
+        tried, trained = ([course["trained_tokens"] for course in record[key]] for key in ("trials", "heads"))
+        assert max(tried) < min(trained)
         kept = [head["name"] for head in record["heads"]]
         assert kept == [name for name, speedup in trials.items() if speedup > 1 or name == "exit_04"]
 
