@@ -1,11 +1,14 @@
-"""Bundles for the tests of the command line, and ways to call it."""
+"""Bundles and calibrations for the tests of the command line, and ways to call it."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from calibrating import OPTIONS, hurry
 from command import GRIN, Call, Outcome, Process, Start, start_process
-from tiny import byte_id, make_checkpoint, make_scripted
+from tiny import byte_id, edit_tensors, make_checkpoint, make_scripted
+from torch import Tensor
 
 from eexport.export.cli import main
 
@@ -60,6 +63,64 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     follows = dict(zip(grin, [*grin[1:], grin[0]], strict=True))
     make_scripted(folder / "checkpoint", follows, default=grin[0], layers=2, context=60_000)
     return _built(folder / "checkpoint", folder / "bundle", "--precision", "fp32")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of six layers, of which those after the second change little: exits often agree."""
+
+    def weaken(tensors: dict[str, Tensor]) -> None:
+        for layer in range(2, 6):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                tensors[f"model.layers.{layer}.{name}.weight"].mul_(0.2)
+
+    return edit_tensors(make_checkpoint(tmp_path_factory.mktemp("six") / "tiny", layers=6), weaken)
+
+
+@pytest.fixture(scope="session")
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts to test on, with a task among them."""
+    path = tmp_path_factory.mktemp("data") / "held.jsonl"
+    rows = [
+        {"kind": "text", "prompt": "hello there"},
+        {"kind": "math", "prompt": "What is 1 + 2?", "answer": "3"},
+        {"kind": "code", "prompt": "a shared one"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def calibrate(call: Call, six: Path, held: Path) -> Callable[..., Outcome]:
+    """Calibrate the tiny model into a folder; its exits are given, so that what is kept does not hang on timings."""
+
+    def run(output: Path, *more: object, exits: str | None = "2,4") -> Outcome:
+        chosen = () if exits is None else ("--exits", exits)
+        return call("calibrate", six, "-o", output, "--test-data", held, *OPTIONS, *chosen, *more)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole(six: Path, held: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same calibration in one go, with its work folder beside it; not to be changed."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    options = ["--test-data", held, *OPTIONS, "--exits", "2,4", "--work", out.with_name("work"), "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        assert main([str(argument) for argument in ["calibrate", six, "-o", out, *options]]) == 0
+    return out
+
+
+@pytest.fixture
+def work(whole: Path) -> Path:
+    """Its work folder, in which all is done but the thresholds; goes on with other budgets, and is not changed."""
+    return whole.with_name("work")
 
 
 def _built(checkpoint: Path, out: Path, *options: str) -> Path:
