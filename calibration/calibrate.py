@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from eexport.calibration.corpus import SPLITS, Corpus
 from eexport.calibration.heads import scores
@@ -30,9 +31,11 @@ from eexport.models.exits import Calibration, ExitPredictor, Thresholds
 from eexport.models.exits_file import read_calibration, write_calibration
 from eexport.runtime.console import Progress
 from eexport.runtime.costs import CostTable, measure_costs
+from eexport.runtime.device import default_threads
 from eexport.runtime.engine import Engine
 from eexport.runtime.errors import EexportError
 from eexport.runtime.files import write_whole
+from eexport.runtime.manifest import read_manifest
 
 REPORTED = ("0.1pp", "0.5pp", "2pp", "0.5%tokens", "1%tokens", "2%tokens", "5%tokens")
 """Budgets whose thresholds are reported beside the one that was asked for."""
@@ -67,6 +70,7 @@ def calibrate(
     Raises:
         EexportError: There is too little to train on, the disk is full, or a loss is not finite.
     """
+    torch.set_num_threads(request.threads or default_threads())
     clock = _Clock(work / "seconds.json")
     corpus = open_corpus(opened, request, work / "texts")  # first, as it knows what the rest of the folder is of
     with clock.stage("build"):
@@ -106,9 +110,10 @@ def calibrate(
     with clock.stage("thresholds"):
         held = measure(opened, corpus, exits_bundle, request, settings.run_code, progress)
         chosen = _chosen(held, settings)
+    numerics = read_manifest(exits_bundle).numerics
     record = {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "settings": {**asdict(settings), "budget": str(settings.budget)},
+        "settings": _settings(request, settings),
         "data": _data(corpus, opened),
         "draft_vocabulary": {"size": len(draft.ids), "coverage": {str(k): v for k, v in coverage.items()}},
         "trials": [_trained(trial) for trial in trials],
@@ -119,6 +124,7 @@ def calibrate(
         "predictor": predictor_report(spec, plain.predictor or predictor, corpus, held, common),
         "thresholds": {
             "chosen": _rule(chosen[str(settings.budget)]),
+            "numerics": numerics,
             "assumed": ASSUMED,
             "differing_rows": held.differing,
             "budgets": [{**_rule(found), "held_out": rule_report(held, found.rule)} for found in chosen.values()],
@@ -133,11 +139,11 @@ def calibrate(
         },
     }
     rule = chosen[str(settings.budget)].rule
-    return replace(plain, thresholds=Thresholds(rule.entropy, rule.previous), record=record)
+    return replace(plain, thresholds=Thresholds(rule.entropy, rule.previous, numerics), record=record)
 
 
 class _Clock:
-    """Seconds of each stage, those before an interruption included."""
+    """Seconds of each stage over all runs in a work folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -168,8 +174,8 @@ def _check_splits(corpus: Corpus) -> None:
 
 def _costs(bundle: Path, path: Path, threads: int | None, progress: Progress) -> CostTable:
     """What this device takes for each stage; measured once."""
-    if path.is_file():
-        return CostTable.read(path)
+    if path.is_file() and (kept := CostTable.read(path)).threads == (threads or default_threads()):
+        return kept
     table = measure_costs(Engine.load(bundle, "cpu", threads, check_hashes=False), progress=progress)
     table.write(path)
     return table
@@ -191,13 +197,14 @@ def _predictor(
     found = [scores(trainer.task(head.form), head.head, corpus, numbers) for head in exits]
     agrees = [np.stack([text.agrees[0] for text in texts], axis=1) for texts in zip(*found, strict=True)]
     labels = sha256(b"".join(text.tobytes() for text in agrees)).hexdigest()[:12]
-    return train_predictor(spec, corpus, numbers, agrees, work / f"predictor-{labels}.pt", seed, progress)
+    state = work / f"predictor-{labels}.pt"
+    return train_predictor(spec, corpus, numbers, agrees, exits[0].form.depth, state, seed, progress)
 
 
 def _chosen(held: HeldOut, settings: Settings) -> dict[str, Chosen]:
     """Thresholds for every budget, the one that was asked for among them."""
     budgets = {str(budget): budget for budget in (*map(Budget.parse, REPORTED), settings.budget)}
-    return {name: choose(held.tune, one, settings.confidence, settings.seed) for name, one in budgets.items()}
+    return {name: choose(held.tune, one, settings.confidence, settings.seed, held.own) for name, one in budgets.items()}
 
 
 def _name(calibration: Calibration) -> str:
@@ -210,6 +217,12 @@ def _name(calibration: Calibration) -> str:
         for name in sorted(tensors):
             digest.update(np.ascontiguousarray(tensors[name]).data)
     return digest.hexdigest()[:12]
+
+
+def _settings(request: Request, settings: Settings) -> dict[str, Any]:
+    """Everything that was asked for; of files the names, as ``_data`` has hashes of what is in them."""
+    files = {"data": [path.name for path in request.data], "test_data": [path.name for path in request.test_data]}
+    return {**asdict(request), **files, **asdict(settings), "budget": str(settings.budget)}
 
 
 def _data(corpus: Corpus, opened: Opened) -> dict[str, Any]:

@@ -136,14 +136,14 @@ class Corpus:
         hidden = {int(name.partition(".")[2]): values for name, values in columns.items() if name not in _COLUMNS}
         return Text(self.infos[index], hidden=hidden, **{name: columns[name] for name in _COLUMNS})
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(info.length for info in self.infos)
-
     def of(self, split: Split) -> list[int]:
         """Numbers of the texts of a split."""
         return [index for index, info in enumerate(self.infos) if info.split == split]
+
+    def distinct(self, split: Split) -> list[int]:
+        """The same, each prompt once: one that came up again says nothing new, and is no draw of its own."""
+        first = {self.infos[number].key: number for number in reversed(self.of(split))}
+        return sorted(first.values())
 
     def append(self, texts: Sequence[Text]) -> None:
         """Write one more shard. Raises EexportError where the disk does not take it; nothing of it is kept."""

@@ -133,7 +133,7 @@ def record_exits(
 
     # The longest first, so that few slots are left with work when the others have none.
     run_exits(slots, sorted(texts, key=lambda text: -text.length), done)
-    kinds = [text.text.info.kind for text in texts]
+    kinds = [text.info.kind for text in texts]
     record = ExitRecord.of(slots, [text.rows for text in texts], kinds)
     return record, np.array([text.differing for text in texts], np.int64)
 
@@ -142,17 +142,20 @@ class _Recorded:
     """A recorded text being run again. When it is done: the ``rows`` of its answer, and how many are ``differing``."""
 
     def __init__(self, number: int, text: Text) -> None:
-        self.number, self.text, self.length = number, text, text.info.length
+        self.number, self.info, self.length = number, text.info, text.info.length
+        # Copies, as a view keeps the files of its shard open.
+        self._tokens: list[int] = text.tokens.tolist()
+        self._said = text.top_ids[text.answer_rows, 0].copy()
         self._rows: list[ExitRows] = []
         self._given = 0
 
     @property
     def asks(self) -> bool:
-        return self._given >= self.text.info.answer
+        return self._given >= self.info.answer
 
     def take(self) -> int:
         self._given += 1
-        return int(self.text.tokens[self._given - 1])
+        return self._tokens[self._given - 1]
 
     def put(self, row: ExitRows) -> bool:
         self._rows.append(row)
@@ -160,5 +163,5 @@ class _Recorded:
             return False
         self.rows = ExitRows.join(self._rows)
         self._rows.clear()
-        self.differing = int((self.rows.final_tokens != self.text.top_ids[self.text.answer_rows, 0]).sum())
+        self.differing = int((self.rows.final_tokens != self._said).sum())
         return True

@@ -70,7 +70,8 @@ def generate(
         EexportError: The activations are not finite, or the disk is full.
     """
     eos = frozenset(slots.manifest.model.eos_token_ids)
-    reserved = {job.ids: job.split for job in jobs if job.split is not None}
+    # A prompt that is given is of one split, also where the model comes to write it itself as another kind.
+    reserved = {job.ids: job.split or divide(prompt_key(job.kind, job.ids)) for job in jobs if not job.closing}
     begin = len(corpus)
     left = (_Writer(number, job, lengths, eos) for number, job in list(enumerate(jobs))[begin:])
     finished: dict[int, Text] = {}

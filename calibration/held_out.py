@@ -21,6 +21,7 @@ from eexport.calibration.exit_records import DRAFTED, ExitRecord, record_exits
 from eexport.calibration.exit_slots import ExitSlots
 from eexport.calibration.exit_traces import ExitTraces, report
 from eexport.calibration.heads import scores
+from eexport.calibration.jobs import WRITTEN
 from eexport.calibration.predictor import predictor_scores, required_exits
 from eexport.calibration.texts import Opened, Request, slot_count
 from eexport.calibration.trials import Trained, Trainer, by_kind, mean_survival
@@ -55,6 +56,7 @@ class HeldOut:
 
     Attributes:
         tune: Texts to choose thresholds on.
+        own: [P] of these, whether the promise is about such: where there is data, its prompts, else all.
         test: Texts to report on, by source.
         differing: Rows on which the full model did not say what is recorded; 0 if all is well.
         exit_ms: Milliseconds of each head for one row, then of the predictor.
@@ -62,6 +64,7 @@ class HeldOut:
     """
 
     tune: ExitTraces
+    own: NDArray[np.bool_]
     test: dict[str, Part]
     differing: int
     exit_ms: list[float]
@@ -73,7 +76,7 @@ def measure(
 ) -> HeldOut:
     """Run the tune and test texts through ``bundle``. Raises EexportError where they are of another model."""
     manifest, backend = read_manifest(bundle), open_backend("cpu", request.threads)
-    tune, test = corpus.of("tune"), corpus.of("test")
+    tune, test = corpus.distinct("tune"), corpus.distinct("test")
     capacity = max(corpus.infos[number].length for number in (*tune, *test))
     exit_ms, step_ms = _times(ExitSlots(bundle, manifest, backend, 1, capacity))
     slots = ExitSlots(bundle, manifest, backend, slot_count(manifest, capacity), capacity)
@@ -87,7 +90,8 @@ def measure(
         numbers = [test[place - len(tune)] for place in places]
         parts[source] = Part(numbers, record.pick(places), correct[places])
     tuned = record.pick(range(len(tune))).traces(correct[: len(tune)])
-    return HeldOut(tuned, parts, int(differing.sum()), exit_ms, step_ms)
+    own = np.array([not request.data or corpus.infos[number].source != WRITTEN for number in tune])
+    return HeldOut(tuned, own, parts, int(differing.sum()), exit_ms, step_ms)
 
 
 def head_report(trainer: Trainer, trained: Trained, place: int, corpus: Corpus, held: HeldOut) -> dict[str, Any]:

@@ -43,6 +43,7 @@ def train_predictor(
     corpus: Corpus,
     numbers: Sequence[int],
     agrees: Sequence[NDArray[np.bool_]],
+    shallowest: int,
     state: Path,
     seed: int,
     progress: Progress,
@@ -54,16 +55,17 @@ def train_predictor(
         corpus: The texts.
         numbers: Texts that the exits were not trained on: on those that they were, they agree too often.
         agrees: [N, E] of each text's answer rows.
+        shallowest: Depth of the first exit; what lies deeper is not there yet where a token may leave.
         state: As in ``train``.
         seed: Of first values and order.
         progress: As in ``train``.
     """
-    layers = tuple(range(1, min(PREDICTOR_LAYERS, spec.num_layers - 1) + 1))
-    texts = [corpus[number] for number in numbers]
-    states = [
-        torch.from_numpy(np.concatenate([text.hidden[layer][text.answer_rows] for text in texts]).view(np.int16))
-        for layer in layers
-    ]
+    layers = tuple(range(1, min(PREDICTOR_LAYERS, shallowest) + 1))
+    rows: dict[int, list[NDArray[np.uint16]]] = {layer: [] for layer in layers}
+    for text in map(corpus.__getitem__, numbers):
+        for layer, found in rows.items():
+            found.append(text.hidden[layer][text.answer_rows].copy())  # a view would keep its file open
+    states = [torch.from_numpy(np.concatenate(found).view(np.int16)) for found in rows.values()]
     classes = torch.from_numpy(np.concatenate([required_exits(text) for text in agrees]))
     exits = agrees[0].shape[1]
 

@@ -127,6 +127,7 @@ def open_corpus(opened: Opened, request: Request, work: Path) -> Corpus:
     """
     given = repr([job for job in opened.jobs if job.source != WRITTEN])
     settings = {
+        "format": 2,
         "checkpoint": opened.identity,
         "precision": request.precision,
         "depths": opened.depths,
@@ -136,6 +137,11 @@ def open_corpus(opened: Opened, request: Request, work: Path) -> Corpus:
         "prompts": hashlib.sha256(given.encode()).hexdigest(),
     }
     corpus = Corpus(work, settings)
+    if len(corpus) > len(opened.jobs):
+        raise EexportError(
+            f"{work}: holds {len(corpus)} texts and {len(opened.jobs)} are asked for: give as many --prompts as "
+            "before, or another --work"
+        )
     left = sum(map(_tokens_of(request), opened.jobs[len(corpus) :]))
     needed = left * bytes_per_token(len(opened.depths), opened.checkpoint.spec.hidden_size)
     free = shutil.disk_usage(work).free - _LEAST_SPARE

@@ -23,8 +23,9 @@ from eexport.runtime.errors import EexportError
 from eexport.runtime.exits import ExitRule
 
 ASSUMED = (
-    "prompts are independent draws from the source that is met later; keys and values of the layers left out are "
-    "recomputed exactly; an answer counts as lost if it was right and any of its tokens may have changed"
+    "prompts are independent draws from the source that is met later, and answers no longer than the recorded ones; "
+    "keys and values of the layers left out are recomputed exactly; tokens are compared at places of the full model's "
+    "own text; an answer counts as lost if it was right and any of its tokens may have changed"
 )
 """What the stated confidence rests on."""
 CANDIDATES = 60
@@ -122,7 +123,13 @@ def never(exits: int) -> ExitRule:
     return ExitRule((0.0,) * exits, math.inf)
 
 
-def choose(traces: ExitTraces, budget: Budget, confidence: float = 0.95, seed: int = 0) -> Chosen:
+def choose(
+    traces: ExitTraces,
+    budget: Budget,
+    confidence: float = 0.95,
+    seed: int = 0,
+    own: NDArray[np.bool_] | None = None,
+) -> Chosen:
     """The rule that exits most of those shown to stay within ``budget``.
 
     The chance over the draw of the texts that the rule breaks the budget on further texts of the same source is at most
@@ -133,6 +140,7 @@ def choose(traces: ExitTraces, budget: Budget, confidence: float = 0.95, seed: i
         budget: What may be lost.
         confidence: Over 0 and under 1.
         seed: Of the parting into texts that fix the path and texts that test it.
+        own: [P] texts of the source that the budget is about; the others only fix the path. None for all.
 
     Raises:
         EexportError: ``confidence`` is no such share.
@@ -140,7 +148,8 @@ def choose(traces: ExitTraces, budget: Budget, confidence: float = 0.95, seed: i
     if not 0 < confidence < 1:
         raise EexportError(f"confidence {confidence}: give a share between 0 and 1, such as 0.95")
     order = np.random.default_rng(seed).permutation(len(traces.lengths))
-    counted = budget.counted(traces.correct)[order]
+    about = budget.counted(traces.correct) if own is None else budget.counted(traces.correct) & own
+    counted = about[order]
     others, useful = order[~counted], order[counted]
     spared = max(0, math.ceil(PATH_SHARE * len(order)) - len(others))
     path = exit_path(traces.pick(np.concatenate((others, useful[:spared]))))

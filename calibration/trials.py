@@ -33,7 +33,7 @@ from eexport.runtime.costs import CostTable
 
 _TEXTS_A_STEP = 8
 _TRIAL = 0.1  # of the full course
-_TRIAL_TEXTS = 160  # tune texts that a trial is judged on
+_TRIAL_TEXTS = 160  # of the predictor split, that a head is judged on: those that test thresholds choose nothing else
 _DRAFT_SIZES = (2048, 4096, 8192, 16384, 32768, 65536)
 
 
@@ -46,7 +46,7 @@ class Trained:
         form: What it reads.
         losses: Mean loss of every tenth of the course, in nats.
         tokens: Rows that it was trained on, each pass over the texts counted.
-        payoff: By kind of text of the tune split, what drafting with it alone would give.
+        payoff: By kind of text of the predictor split, what drafting with it alone would give.
     """
 
     head: ExitHead
@@ -70,7 +70,7 @@ class Trainer:
         """States are kept in ``work``."""
         self._checkpoint, self._corpus, self._draft, self._costs = checkpoint, corpus, draft, costs
         self._work, self._seed = work, seed
-        self._train, self._tune = corpus.of("train"), corpus.of("tune")
+        self._train, self._judged = corpus.of("train"), corpus.of("predictor")[:_TRIAL_TEXTS]
         keys = "".join(corpus.infos[number].key for number in self._train)
         self._data = hashlib.sha256(keys.encode() + draft.ids.tobytes()).hexdigest()
 
@@ -98,8 +98,7 @@ class Trainer:
         return Trained(head, form, losses, sum(info.length - info.first for info in infos), self._payoff(task, head))
 
     def _payoff(self, task: HeadTask, head: ExitHead) -> dict[str, Payoff]:
-        numbers = self._tune[:_TRIAL_TEXTS]
-        found = by_kind(self._corpus, numbers, scores(task, head, self._corpus, numbers))
+        found = by_kind(self._corpus, self._judged, scores(task, head, self._corpus, self._judged))
         share = len(self._draft.ids) / self._checkpoint.spec.vocab_size
         return {
             kind: payoff(mean_survival(texts).tolist(), self._costs, head.depth, share) for kind, texts in found.items()
@@ -126,8 +125,8 @@ def choose_draft(
     corpus: Corpus, costs: CostTable, depth: int, vocab_size: int
 ) -> tuple[DraftVocabulary, dict[int, float]]:
     """The draft vocabulary of the best size, and the coverage of every size that was looked at."""
-    train, tune = corpus.of("train"), corpus.of("tune") or corpus.of("train")
-    said = np.concatenate([corpus[number].top_ids[corpus[number].answer_rows, 0] for number in tune])
+    train = corpus.of("train")
+    said = np.concatenate([corpus[n].top_ids[corpus[n].answer_rows, 0] for n in corpus.of("predictor")])
     ranked = ranked_tokens(corpus, train, vocab_size)
     sizes = (*(size for size in _DRAFT_SIZES if size < vocab_size), vocab_size)
     coverage = {size: float(np.isin(said, ranked[:size]).mean()) for size in sizes}

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -94,8 +94,7 @@ def build(
         CheckpointError: The calibration is damaged or of another checkpoint.
     """
     spec = checkpoint.spec
-    dialect = _dialect(options)
-    _check_divisible(spec, dialect, options)
+    dialect = check_options(checkpoint, options)
     plan = _plan(checkpoint, dialect, options)
     needed = _estimated_bytes(spec, options, dialect, plan.calibration)
     with bundle_folder(out, force=options.force, needed_bytes=needed) as folder:
@@ -103,6 +102,14 @@ def build(
         manifest = run.write()
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
+
+
+def check_options(checkpoint: Checkpoint, options: BuildOptions) -> Dialect:
+    """The dialect that they ask for. Raises BuildError where they do not fit each other or the checkpoint."""
+    dialect = _dialect(options)
+    _check_divisible(checkpoint.spec, dialect, options)
+    plan_blocks(checkpoint.spec.num_layers, options.blocks)
+    return dialect
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,7 @@ class _Build:
     def _manifest(self, text: TextInfo) -> Manifest:
         options, dialect = self._options, self._dialect
         quantized = {options.precision, dialect.vocab_precision} & {"int8", "int4"}
-        return Manifest(
+        manifest = Manifest(
             dialect=options.dialect,
             model=self._model,
             precision=PrecisionInfo(
@@ -293,6 +300,15 @@ class _Build:
             built_with=_built_with(self._checkpoint, options),
             files=file_infos(self._folder),
         )
+        return _without_untested_rule(manifest, self._plan.calibration)
+
+
+def _without_untested_rule(manifest: Manifest, calibration: Calibration | None) -> Manifest:
+    """Entropies of stages with other numerics are others, so thresholds chosen on these promise nothing."""
+    thresholds = None if calibration is None else calibration.thresholds
+    if manifest.exits is None or thresholds is None or thresholds.numerics == manifest.numerics:
+        return manifest
+    return replace(manifest, exits=replace(manifest.exits, rule=None))
 
 
 def _plan(checkpoint: Checkpoint, dialect: Dialect, options: BuildOptions) -> _Plan:

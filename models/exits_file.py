@@ -21,7 +21,7 @@ from eexport.models.errors import CheckpointError
 from eexport.models.exits import Calibration, ExitHead, ExitPredictor, Floats, Thresholds
 from eexport.models.folders import FolderKind, check_target, whole_folder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 JSON_NAME = "calibration.json"
 TENSORS_NAME = "calibration.safetensors"
 
@@ -145,7 +145,7 @@ def _parse(raw: dict[str, Any], stored: Stored) -> Calibration:
 def _thresholds(raw: dict[str, Any]) -> Thresholds:
     previous = raw["previous"]
     entropy = tuple(float(value) for value in _typed(raw["entropy"], list))
-    return Thresholds(entropy, float("inf") if previous is None else float(previous))
+    return Thresholds(entropy, float("inf") if previous is None else float(previous), _typed(raw["numerics"], str))
 
 
 def _typed(value: Any, kind: type[T]) -> T:

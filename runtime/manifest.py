@@ -135,7 +135,8 @@ class ExitsInfo:
         heads: Exit heads by depth (``layers``); one at the full depth only drafts.
         predictor: From hidden states of the first layers to logits over the exits, shallowest first, and full depth.
         draft_ids: File (.npy, int32 [Vd], rising) of the token ids that the heads' logits stand for.
-        rule: When a token may leave early without being verified; None if no thresholds were chosen.
+        rule: When a token may leave early without being verified; None if no thresholds were chosen, or on stages of
+            other ``numerics``.
         record: What calibration says of its data, metrics and assumptions; not read by the engine.
     """
 
@@ -189,6 +190,13 @@ class Manifest:
     built_with: dict[str, Any]
     files: dict[str, FileInfo]
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def numerics(self) -> str:
+        """What the stages' numbers depend on beside the checkpoint, in words: thresholds hold for these alone."""
+        weights = self.precision
+        block = "" if weights.block_size is None else f" in blocks of {weights.block_size}"
+        return f"{self.dialect}, {weights.weights} and {weights.vocab_weights} for the vocabulary{block}"
 
     @property
     def blocks(self) -> tuple[StageSpec, ...]:

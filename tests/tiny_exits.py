@@ -30,6 +30,7 @@ def make_calibration(
     draft: int = 64,
     predictor: tuple[int, ...] | None = (1, 2),
     previous: float = 1.5,
+    numerics: str = "ort, fp32 and fp32 for the vocabulary",
     seed: int = 0,
 ) -> Calibration:
     """Heads by depth for the checkpoint in a folder, with thresholds of 0.5 nats and an optional predictor's layers."""
@@ -48,7 +49,7 @@ def make_calibration(
         predictor=None
         if predictor is None
         else ExitPredictor(predictor, _tensors(predictor_shapes(spec, predictor, len(exits)), random)),
-        thresholds=Thresholds((0.5,) * len(exits), previous),
+        thresholds=Thresholds((0.5,) * len(exits), previous, numerics),
         record={"seed": seed, "data": {"sha256": "0123"}},
     )
 

@@ -194,6 +194,10 @@ class TestScoring:
                 correct, np.nan if int(content[0]) % 2 else float(content != "2 and so on"), equal_nan=True
             )
         assert np.isnan(held.test["written"].correct).all() and np.isnan(held.tune.correct).all()
+        assert held.own.all()
+        given = dataclasses.replace(run.request, data=run.request.test_data)
+        held = held_out.measure(run.opened, run.corpus, place, given, run_code, lambda *_: None)
+        assert not held.own.any(), "all texts to tune on were written by the model"
 
     def test_a_prompt_that_was_cut_has_no_score(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         cut = {key: dataclasses.replace(one, cut=True) for key, one in run.opened.prompts.items()}

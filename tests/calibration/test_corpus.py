@@ -55,13 +55,19 @@ def test_what_is_appended_is_there_again(tmp_path: Path) -> None:
     texts = filled(tmp_path / "texts")
     corpus = Corpus(tmp_path / "texts", SETTINGS)
     check(corpus, texts)
-    assert corpus.tokens == sum(range(5, 17))
-    assert corpus.of("predictor") == [1, 5, 9]
+    assert sum(info.length for info in corpus.infos) == sum(range(5, 17))
+    assert corpus.of("predictor") == corpus.distinct("predictor") == [1, 5, 9]
     assert corpus[2].answer_rows == slice(2, 7)
     more = [made(number) for number in range(12, 14)]
     corpus.append(more)
     check(corpus, [*texts, *more])
     check(Corpus(tmp_path / "texts", SETTINGS), [*texts, *more])
+
+
+def test_a_prompt_that_came_up_again(tmp_path: Path) -> None:
+    corpus = Corpus(tmp_path / "texts", SETTINGS)
+    corpus.append([made(number) for number in (1, 2, 5, 1, 9, 5)])
+    assert corpus.of("predictor") == [0, 2, 3, 4, 5] and corpus.distinct("predictor") == [0, 2, 4]
 
 
 def test_the_size_is_known_beforehand(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class TestFreeRuns:
             answer = text.tokens[text.info.answer :].tolist()
             stopped = one.tokens[-1] == ending
             ended += stopped
-            assert list(one.tokens) == [*answer, ending] if stopped else answer
+            assert list(one.tokens) == ([*answer, ending] if stopped else answer)
             assert ending not in one.tokens[:-1]
             assert stopped or len(one.tokens) == ANSWER
         assert 0 < ended < 10

@@ -1,6 +1,6 @@
 """The exit predictor: what it learns, and how it is scored."""
 
-import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,7 @@ class TestTraining:
         corpus, agrees = texts
         told = list[tuple[str, int, int]]()
         predictor, common = train_predictor(
-            opened.spec, corpus, range(50), agrees[:50], tmp_path / "p.pt", 0, lambda *at: told.append(at)
+            opened.spec, corpus, range(50), agrees[:50], 4, tmp_path / "p.pt", 0, lambda *at: told.append(at)
         )
         assert predictor.layers == (1, 2, 3, 4)
         shapes = {name: value.shape for name, value in predictor.tensors.items()}
@@ -95,7 +95,8 @@ class TestTraining:
                 if done == stop_at:
                     raise KeyboardInterrupt
 
-            found, _ = train_predictor(opened.spec, corpus, range(60), agrees, tmp_path / f"{name}.pt", seed, progress)
+            state = tmp_path / f"{name}.pt"
+            found, _ = train_predictor(opened.spec, corpus, range(60), agrees, 5, state, seed, progress)
             return dict(found.tensors)
 
         def equal(one: dict[str, NDArray[np.float32]], other: dict[str, NDArray[np.float32]]) -> bool:
@@ -113,12 +114,31 @@ class TestTraining:
     ) -> None:
         corpus, agrees = texts
         told = list[tuple[str, int, int]]()
-        short = dataclasses.replace(opened.spec, num_layers=3)
         predictor, _ = train_predictor(
-            short, corpus, [3], agrees[3:4], tmp_path / "p.pt", 0, lambda *at: told.append(at)
+            opened.spec, corpus, [3], agrees[3:4], 2, tmp_path / "p.pt", 0, lambda *at: told.append(at)
         )
-        assert predictor.layers == (1, 2), "the full depth is no layer to predict from"
+        assert predictor.layers == (1, 2), "deeper ones have not run where a token may leave"
         assert told == [("training predictor", 1, 1)]
+
+    def test_few_files_stay_open(
+        self,
+        texts: tuple[Corpus, list[NDArray[np.bool_]]],
+        opened: Checkpoint,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("eexport.calibration.corpus._MAPPED", 2)
+        corpus = Corpus(tmp_path / "parted", {})
+        for start in range(0, 60, 4):
+            corpus.append([texts[0][number] for number in range(start, start + 4)])
+        before, most = len(os.listdir("/proc/self/fd")), 0
+
+        def look(*_: object) -> None:
+            nonlocal most
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
+
+        train_predictor(opened.spec, corpus, range(60), texts[1], 4, tmp_path / "p.pt", 0, look)
+        assert most <= 2 * 9 + 1, "of two shards, and the state being written"
 
 
 def _states(text: Text, layer: int) -> Tensor:

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -206,6 +207,17 @@ def test_texts_that_test_nothing_fix_the_path_first(population: ExitTraces) -> N
     assert choose(population, Budget.parse("20%rel")).prompts == solved
     assert choose(population, Budget.parse("2%tokens")).prompts == 400
     assert choose(population, Budget.parse("2%tokens")) == choose(population, Budget.parse("2%tokens"))
+
+
+def test_others_than_the_source_only_fix_the_path(population: ExitTraces) -> None:
+    """Texts of another kind would hide what those of the source lose."""
+    own = np.arange(len(population.lengths)) < 220
+    found = choose(population, Budget.parse("2%tokens"), own=own)
+    assert found.prompts == 220
+    worse = dataclasses.replace(population, agrees=population.agrees & ~own[population.text][:, None])
+    budget, source = Budget.parse("5%tokens"), worse.pick(np.flatnonzero(own))
+    mixed, found = (choose(worse, budget, own=which).rule for which in (None, own))
+    assert replay(source, mixed).wrong_share.mean() > budget.share > replay(source, found).wrong_share.mean()
 
 
 def test_a_budget_that_cannot_be_met_says_so() -> None:

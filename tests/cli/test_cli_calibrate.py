@@ -14,6 +14,7 @@ from tiny_exits import make_calibration
 
 from eexport.export import cli_calibrate
 from eexport.models.exits_file import read_calibration, write_calibration
+from eexport.runtime.manifest import read_manifest
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -49,13 +50,29 @@ class TestEndToEnd:
         assert {"exit_02.onnx", "exit_04.onnx", "last.onnx", "predictor.onnx"} <= set(names(bundle))
         assert call("run", bundle, "hello", "--max-tokens", 4).code == 0
 
+    def test_thresholds_go_into_bundles_of_the_same_numbers_only(
+        self, whole: Path, six: Path, call: Call, tmp_path: Path
+    ) -> None:
+        options = ("--calibration", whole, "--force", "-o", tmp_path / "bundle")
+        assert not call("build", six, *options).err
+        rule = read_manifest(tmp_path / "bundle").exits.rule  # type: ignore[union-attr]
+        assert rule is not None and len(rule.entropy) == 2
+        for other in (("--precision", "fp32"), ("--vocab-precision", "fp32"), ("--block-size", 64)):
+            done = call("build", six, *options, *other)
+            assert done.code == 0 and "no thresholds for stages in ort, " in done.err, other
+            exits = read_manifest(tmp_path / "bundle").exits
+            assert exits is not None and exits.rule is None and len(exits.heads) == 3
+
     def test_what_is_recorded(self, whole: Path, held: Path) -> None:
         calibration = read_calibration(whole)
         record = calibration.record
         assert [(head.name, head.depth) for head in calibration.heads] == [("exit_02", 2), ("exit_04", 4), ("last", 6)]
         assert record["settings"] == {
             "epochs": 1.0, "exits": [2, 4], "budget": "1%tokens", "confidence": 0.95, "run_code": False, "seed": 1,
+            "data": [], "test_data": ["held.jsonl"], "prompts": 60, "prompt_tokens": 512, "precision": "int8",
+            "lengths": {"answer": 8, "message": 72}, "boundaries": [2, 4], "max_disk": 12 * 10**9, "threads": None,
         }  # fmt: skip
+        assert record["thresholds"]["numerics"] == "ort, int8 and int8 for the vocabulary in blocks of 32"
         splits = record["data"]["splits"]
         assert sum(split["texts"] for split in splits.values()) == 63
         assert splits["test"]["sources"]["held.jsonl"] == 3

@@ -109,9 +109,30 @@ class TestBadInput:
         shutil.rmtree(work)
         work.write_text("mine")
         assert f"{work}: is in the way" in calibrate(out).error
+        work.unlink()
+        (work / "texts").mkdir(parents=True)
+        (work / "texts" / "chapter1").write_text("mine")
+        assert f"{work}: is in the way" in calibrate(out).error
         for inside in (out, out / "work", out / "a" / "b"):
             assert "lies in the output" in calibrate(out, "--work", inside).error
         assert names(tmp_path) == ["out.work"]
+
+    def test_a_report_in_the_way(self, calibrate: Callable[..., Outcome], never: None, tmp_path: Path) -> None:
+        report = tmp_path / "out.html"
+        report.write_text("mine")
+        assert "--force to replace it" in calibrate(tmp_path / "out").error
+        assert report.read_text() == "mine"
+        report.unlink()
+        report.mkdir()
+        assert f"{report}: is where the report goes: move it" in calibrate(tmp_path / "out", "--force").error
+        assert names(tmp_path) == ["out.html"]
+
+    def test_fewer_texts_than_are_there(
+        self, calibrate: Callable[..., Outcome], work: Path, never: None, tmp_path: Path
+    ) -> None:
+        """They would be used and not be in the record."""
+        done = calibrate(tmp_path / "out", "--work", work, "--prompts", 40)
+        assert "holds 63 texts and 43 are asked for" in done.error
 
     def test_too_few_texts(self, calibrate: Callable[..., Outcome], tmp_path: Path) -> None:
         """That cannot be known before they are written; more go on from there."""

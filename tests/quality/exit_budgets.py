@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--tune", type=Path, action="append", required=True, metavar="FILE")
     parser.add_argument("--test", type=Path, action="append", default=[], metavar="FILE")
-    parser.add_argument("--tune-prompts", type=int, default=700)
+    parser.add_argument("--tune-prompts", type=int, default=800)
     parser.add_argument("--test-prompts", type=int, default=300, help="of each file")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--confidence", type=float, default=0.95)
