@@ -70,8 +70,9 @@ def generate(
         EexportError: The activations are not finite, or the disk is full.
     """
     eos = frozenset(slots.manifest.model.eos_token_ids)
-    # A prompt that is given is of one split, also where the model comes to write it itself as another kind.
-    reserved = {job.ids: job.split or divide(prompt_key(job.kind, job.ids)) for job in jobs if not job.closing}
+    # A prompt has the split of the first job that is given it, also where the model writes it as another kind.
+    given = [job for job in reversed(jobs) if not job.closing]
+    reserved = {job.ids: job.split or divide(prompt_key(job.kind, job.ids)) for job in given}
     begin = len(corpus)
     left = (_Writer(number, job, lengths, eos) for number, job in list(enumerate(jobs))[begin:])
     finished: dict[int, Text] = {}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from eexport.runtime.costs import CostTable
 
 LONGEST = 7
+_SAME = 0.01
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,6 @@ def draft_size(coverage: dict[int, float], costs: CostTable, depth: int, vocab_s
         vocab_size: The model's.
     """
     below = costs.embed_ms(1) + costs.layers_ms(0, depth + 1, 1)
-    return max(coverage, key=lambda size: coverage[size] / (below + costs.head_ms(1) * size / vocab_size))
+    gain = {size: share / (below + costs.head_ms(1) * size / vocab_size) for size, share in coverage.items()}
+    # Of sizes that come to the same, the one with most coverage, so that noise in the times decides nothing.
+    return max(size for size in coverage if gain[size] >= (1 - _SAME) * max(gain.values()))

@@ -30,7 +30,7 @@ def make_calibration(
     draft: int = 64,
     predictor: tuple[int, ...] | None = (1, 2),
     previous: float = 1.5,
-    numerics: str = "ort, fp32 and fp32 for the vocabulary",
+    numerics: str = "ort, int8 and int8 for the vocabulary in blocks of 32",
     seed: int = 0,
 ) -> Calibration:
     """Heads by depth for the checkpoint in a folder, with thresholds of 0.5 nats and an optional predictor's layers."""

@@ -186,6 +186,14 @@ class TestCompletion:
         corpus = write_texts(two_exits, tmp_path / "texts", jobs)
         assert len(training) > 10 and {info.split for info in corpus.infos} == {"test"}
 
+    def test_a_prompt_has_one_split_as_whatever_kind(
+        self, two_exits: Path, write_texts: WriteTexts, tmp_path: Path
+    ) -> None:
+        jobs = [Job(kind, "own.jsonl", one, 0) for kind in ("code", "math") for one in prompts(12)]
+        infos = write_texts(two_exits, tmp_path / "texts", jobs).infos
+        assert [info.split for info in infos[:12]] == [info.split for info in infos[12:]]
+        assert len({info.split for info in infos}) > 1
+
 
 class TestCompany:
     def test_a_text_does_not_depend_on_the_others(

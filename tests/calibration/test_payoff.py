@@ -74,6 +74,7 @@ def test_the_size_of_the_draft_vocabulary() -> None:
     coverage = {100: 0.8, 200: 0.9, 400: 1.0}
     # Below the head: 2 layers and its own. 0.8 / 3.5, 0.9 / 4 and 1 / 5.
     assert draft_size(coverage, COSTS, depth=2, vocab_size=400) == 100
+    assert draft_size({**coverage, 200: 0.912}, COSTS, depth=2, vocab_size=400) == 200, "0.5% less, and more coverage"
     dear = dataclasses.replace(COSTS, stages=(*COSTS.stages[:-1], toy_costs(head=0.4).stages[-1]))
     # 0.8 / 3.1, 0.9 / 3.2 and 1 / 3.4.
     assert draft_size(coverage, dear, depth=2, vocab_size=400) == 400

@@ -152,13 +152,13 @@ class TestDraft:
         monkeypatch.setattr("eexport.calibration.trials._DRAFT_SIZES", (20, 100, 320, 640))
         counted, coverage = choose_draft(corpus, COSTS, 2, 320)
         assert list(coverage) == [20, 100, 320] and coverage[320] == 1.0
-        said = [int(t) for n in corpus.of("tune") for t in corpus[n].top_ids[corpus[n].answer_rows, 0]]
+        said = [int(t) for n in corpus.of("predictor") for t in corpus[n].top_ids[corpus[n].answer_rows, 0]]
         for size, share in coverage.items():
             ids = draft_vocabulary(corpus, corpus.of("train"), size, 320).ids
             assert share == pytest.approx(np.isin(said, ids).mean())
         assert coverage[20] < coverage[100] < 1
         gains = {size: share / (3 + 2 * size / 320) for size, share in coverage.items()}
-        assert len(counted.ids) == max(gains, key=lambda size: gains[size])
+        assert len(counted.ids) == max(size for size in gains if gains[size] >= 0.99 * max(gains.values()))
         assert np.array_equal(counted.ids, draft_vocabulary(corpus, corpus.of("train"), len(counted.ids), 320).ids)
         heavy, _ = choose_draft(corpus, toy_costs(layers=6, layer=0.01, head=50), 2, 320)
         assert len(heavy.ids) == 20

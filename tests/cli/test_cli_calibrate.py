@@ -96,7 +96,7 @@ class TestEndToEnd:
         (_, scored) = (record["thresholds"]["budgets"][0]["held_out"]["held.jsonl"][kind] for kind in ("all", "math"))
         assert scored["prompts"] == scored["scored"] == 1
         predictor = record["predictor"]
-        assert predictor["layers"] == [1, 2, 3, 4] and 0 < predictor["share_of_step"] < 1
+        assert predictor["layers"] == [1, 2] and 0 < predictor["share_of_step"] < 1
         tokens = {source: found["tokens"] for source, found in predictor["test"].items()}
         assert tokens == {
             source: held_out["all"]["tokens"]

@@ -127,9 +127,7 @@ class TestBadInput:
         assert f"{report}: is where the report goes: move it" in calibrate(tmp_path / "out", "--force").error
         assert names(tmp_path) == ["out.html"]
 
-    def test_fewer_texts_than_are_there(
-        self, calibrate: Callable[..., Outcome], work: Path, never: None, tmp_path: Path
-    ) -> None:
+    def test_fewer_texts_than_are_there(self, calibrate: Callable[..., Outcome], work: Path, tmp_path: Path) -> None:
         """They would be used and not be in the record."""
         done = calibrate(tmp_path / "out", "--work", work, "--prompts", 40)
         assert "holds 63 texts and 43 are asked for" in done.error

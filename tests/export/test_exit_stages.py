@@ -317,7 +317,7 @@ class TestBundle:
         self, tmp_path: Path, tiny_checkpoint: Make, tiny_calibration: Make
     ) -> None:
         folder = tiny_checkpoint()
-        options = BuildOptions("fp32", calibration=tiny_calibration(folder, previous=np.inf, predictor=None))
+        options = BuildOptions("int8", calibration=tiny_calibration(folder, previous=np.inf, predictor=None))
         written = build(open_checkpoint(folder), tmp_path / "bundle", options)
         assert read_manifest(tmp_path / "bundle") == written
         assert written.exits is not None and written.exits.rule == ExitRule((0.5, 0.5), np.inf)
