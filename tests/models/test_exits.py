@@ -25,7 +25,7 @@ from eexport.models.exits_file import JSON_NAME, TENSORS_NAME, read_calibration,
 Make = Callable[..., Path]
 Tensors = dict[str, NDArray[Any]]
 
-NUMERICS = "ort, fp32 and fp32 for the vocabulary"
+NUMERICS = "ort, int8 and int8 for the vocabulary in blocks of 32"
 
 
 @pytest.fixture(scope="module")
