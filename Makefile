@@ -64,7 +64,7 @@ GGUF = $$($(BIN)/python -c 'from eexport.models.recipe import fetch, find_recipe
 bench-peers: $(PEERS)/.done $(PEER_BUNDLES:%=bundles/peers/%)
 	$(BIN)/python tests/peers/bench_peers.py --gguf $(GGUF) $(foreach b,$(PEER_BUNDLES),--bundle $b=bundles/peers/$b)
 
-# Trains the exits that come with the default model, anew: about an hour on 2 cores, 9 GB of disk on the way.
+# Trains the exits that come with the default model, anew: about an hour on 2 cores, 5 GB of disk on the way.
 EXITS := models/recipes/$(MODEL)
 calibrate-default: $(VENV)/.dev
 	$(BIN)/eexport calibrate $(MODEL) -o build/exits --exits 4,8 --epochs 5 --run-code --force

@@ -16,6 +16,11 @@ from eexport.models.exits import (
     head_shapes,
     predictor_shapes,
 )
+from eexport.runtime.manifest import StageSpec, read_manifest
+
+ROWS = 100
+
+Floats = NDArray[Any]
 
 Features = Mapping[int, tuple[str, ...]]
 
@@ -65,3 +70,30 @@ def _tensors(shapes: Mapping[str, tuple[int, ...]], random: Any) -> dict[str, ND
             values = 1 + 0.2 * values
         tensors[name] = values.astype(np.float32)
     return tensors
+
+
+def token_ids(count: int = ROWS) -> list[int]:
+    """Random ones."""
+    return [int(token) for token in np.random.default_rng(1).integers(3, 300, count)]
+
+
+def read_by(name: str, depth: int, states: list[Floats]) -> Floats:
+    """What a head at `depth` reads under this name, [T, D]."""
+    if name == "previous":
+        return np.concatenate([np.zeros_like(states[-1][:1]), states[-1][:-1]])
+    layer = {"hidden": depth, "embedding": 0}.get(name)
+    return states[int(name.partition(".")[2]) if layer is None else layer]
+
+
+def heads(bundle: Path) -> tuple[StageSpec, ...]:
+    """The stages of a bundle's heads."""
+    exits = read_manifest(bundle).exits
+    assert exits is not None
+    return exits.heads
+
+
+def predictor(bundle: Path) -> StageSpec:
+    """The stage of a bundle's predictor."""
+    exits = read_manifest(bundle).exits
+    assert exits is not None and exits.predictor is not None
+    return exits.predictor
